@@ -1,4 +1,4 @@
-"""Token mixers: learned feature maps, the way window and linear part combine, and the carried state.
+"""Token mixers: feature maps, combinations of window and linear part, and the carried state.
 
-Nothing here knows of transformers, teachers or training.
+Modules here do not import transformers, and do not depend on teachers or training.
 """

@@ -1,8 +1,8 @@
-"""A mixer's attention weights beside those of softmax, as matrices of some queries at a time: no T x T matrix.
+"""Compute the attention weights of a mixer and of softmax, for a block of queries at a time: no T x T matrix.
 
-A weight is what the mixer multiplies a value by: window and linear part in the mixer's own combination, on partials
-whose `num` holds the unnormalised weight of each key instead of a sum of values. Differentiable in what the linear part
-and the combination are made of; the window's own terms, and softmax, are functions of the teacher's q and k alone.
+A weight is the factor of a value in the mixer's output. The mixer's own combination computes it from partials whose
+`num` holds the unnormalised weight of each key instead of a sum of values. Weights are differentiable in the parameters
+of the linear part and the combination. Softmax weights, and the window's terms, depend on the teacher's q and k alone.
 
 Axes: B batch, H query heads, Hs heads of the state, T slots, C queries of a block, K keys of a block, F features.
 """
@@ -28,20 +28,20 @@ from linearize.ops.layout import SequenceLayout, Tokens
 from linearize.ops.partial import Partial
 from linearize.ops.reference import exponentials, kernel_weights, softmax_scores, visible_keys
 
-BLOCK_WEIGHTS = {"cpu": 2**18, "cuda": 2**24}  # numbers in the weights of one block, about
-MIN_QUERIES = 16  # of a block, however long the rows are
+BLOCK_WEIGHTS = {"cpu": 2**18, "cuda": 2**24}  # weights of one block, roughly
+MIN_QUERIES = 16  # the least queries of a block, however long the rows are
 
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """C neighbouring slots as queries, and the K slots that hold all their keys.
+    """C adjacent slots as queries, and the K slots that hold all their keys.
 
-    The last C of these are the queries' own, where the mixer is causal.
+    If the mixer is causal, the last C of the K slots are the queries' own.
 
     Attributes:
-        near, far: which keys each query reads through the window and through the linear part.
-        visible: which keys the teacher's softmax sees.
-        has_linear: which queries have far keys.
+        near, far: masks of the keys that each query reads through the window and through the linear part.
+        visible: mask of the keys that the teacher's softmax sees.
+        has_linear: mask of the queries with far keys.
     """
 
     queries: slice
@@ -53,10 +53,10 @@ class QueryBlock:
 
 
 def query_blocks(mixer: Mixer, layout: SequenceLayout, batch: int, reach: int | None) -> Iterator[QueryBlock]:
-    """All queries of whole documents, in order.
+    """Yield blocks of all queries of whole documents, in order.
 
     Args:
-        reach: how far a query of the teacher's softmax sees, its own key included; None: all of its document.
+        reach: number of keys that a query of the teacher's softmax sees, its own included; None: all of its document.
     """
     numbers = BLOCK_WEIGHTS[kind(layout.key_position.device)]
     size = max(MIN_QUERIES, numbers // (batch * mixer.shape.num_heads * layout.length))
@@ -64,9 +64,9 @@ def query_blocks(mixer: Mixer, layout: SequenceLayout, batch: int, reach: int | 
 
 
 def _blocks_below(mixer: Mixer, layout: SequenceLayout, size: int, reach: int | None) -> Iterator[QueryBlock]:
-    """Keys are those of the query's document up to its own."""
+    """Yield blocks of a causal mixer: keys are those of the query's document up to its own."""
     position, document, length = layout.key_position, layout.key_document.contiguous(), layout.length
-    first = [0] * length  # of the slots of each slot's document, in any row
+    first = [0] * length  # for each slot, the first slot of its document in any row
     if not layout.uniform:
         first = torch.searchsorted(document, document).amin(0).tolist()
     for start in range(0, length, size):
@@ -80,7 +80,7 @@ def _blocks_below(mixer: Mixer, layout: SequenceLayout, size: int, reach: int | 
 
 
 def _blocks_of_documents(mixer: Mixer, layout: SequenceLayout, size: int, reach: int | None) -> Iterator[QueryBlock]:
-    """Keys are all of the query's document, and the linear part reads them all."""
+    """Yield blocks of a bidirectional mixer, whose linear part reads all keys of the query's document."""
     position, document, length = layout.key_position[:, None, None], layout.key_document[:, None, None], layout.length
     for start in range(0, length, size):
         queries = slice(start, min(start + size, length))
@@ -95,13 +95,13 @@ def _blocks_of_documents(mixer: Mixer, layout: SequenceLayout, size: int, reach:
 
 
 def block_scores(inputs: AttnInputs, block: QueryBlock) -> Float[Tensor, "B H C K"]:
-    """The teacher's logits, scaled and soft-capped, of unseen keys too."""
+    """Return the teacher's logits, scaled and soft-capped, also of keys that a query does not see."""
     k = repeat_kv(inputs.k[:, :, block.keys], inputs.q.shape[1])
     return softmax_scores(inputs.q[:, :, block.queries], k, inputs.scaling, inputs.softcap)
 
 
 def softmax_weights(scores: Float[Tensor, "B H C K"], mask: Bool[Tensor, "#B 1 C K"]) -> Float[Tensor, "B H C K"]:
-    """Softmax over the keys where `mask` is true; all 0 for queries without any."""
+    """Return softmax over the keys where `mask` is true; all 0 for queries without such keys."""
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0)
 
 
@@ -109,7 +109,7 @@ def softmax_weights(scores: Float[Tensor, "B H C K"], mask: Bool[Tensor, "#B 1 C
 
 
 def no_distribution(mixer: Mixer) -> str | None:
-    """Return why a query's weights are no distribution over its keys, with the part of the mixer; None if they are."""
+    """Return the part of the mixer due to which weights are no distribution over keys; None if they are one."""
     config = mixer.config
     if not config.sums:
         return f"normalizer `{config.normalizer.type}`, which makes no weighted mean of the values"
@@ -121,11 +121,11 @@ def no_distribution(mixer: Mixer) -> str | None:
 
 
 class Features(NamedTuple):
-    """The inputs of the linear part's weights; where keys decay, the queries' slots are the last of the keys'.
+    """The inputs of the linear part's weights. With decays, the queries' slots are the last C of the K slots.
 
-    `log_decay_sums` (fp64, None where nothing decays) are those up to each slot: what is left of a key when a query
-    reads it is exp of the difference. `log_scale` is the logarithm that a query's weights are relative to; 0 where the
-    mixer's combination does not ask for it.
+    Attributes:
+        log_decay_sums: cumulative log decays, fp64; a query reads a key times exp of their difference. None: no decay.
+        log_scale: logarithm of the factor by which a query's weights were divided; 0 if the combination ignores it.
     """
 
     phi_q: Float[Tensor, "B H C F"]
@@ -136,11 +136,11 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearPart:
-    """The linear part of a mixer on whole documents: features and gates, computed once, to be read in several ways.
+    """The features and gates of a mixer's linear part on whole documents.
 
     Attributes:
         tokens: the mixer's slots.
-        phi_q, phi_k: what is read and what is written to the state.
+        phi_q, phi_k: features of queries, and of keys as they are written to the state.
         log_scale: as in `Features`.
     """
 
@@ -154,19 +154,19 @@ class LinearPart:
 
     @classmethod
     def of(cls, mixer: Mixer, inputs: AttnInputs, layout: SequenceLayout) -> LinearPart:
-        """Compute the linear part of a mixer that has one; to be called outside autocast."""
+        """Compute the linear part of a mixer that has one. Call it outside autocast."""
         inputs = inputs.accumulated()
         return cls(mixer, inputs, layout, *mixer.linear_features(inputs, layout))
 
     def features(self) -> Features:
         """Return the inputs of the weights, for all tokens."""
         log_decay = self.tokens.get("log_decay_k")
-        # All steps, those of the sinks too: weights over all keys need them, and to others they make no difference.
+        # Steps of sinks count too: weights over all keys need them, and they cancel in other weights.
         sums = None if log_decay is None else cumulative(log_decay, NoSpan(), self.layout)
         return Features(self.phi_q, self.phi_k, sums, self.log_scale)
 
     def partial(self, features: Features, mask: Bool[Tensor, "#B 1 C K"]) -> Partial:
-        """The keys where `mask` is true; `num` are their unnormalised weights, [B, H, C, K]."""
+        """Return the partial of the keys where `mask` is true; `num` are their unnormalised weights, [B, H, C, K]."""
         phi_q, phi_k, sums, log_scale = features
         phi_k = repeat_kv(phi_k, phi_q.shape[1])
         num = kernel_weights(phi_q, phi_k, None if sums is None else repeat_kv(sums, phi_q.shape[1]), mask)
@@ -180,16 +180,19 @@ class LinearPart:
         linear: Partial,
         parameters: dict[str, Tensor],
     ) -> Float[Tensor, "B H C K"]:
-        """The mixer's weights on all keys; `linear` is the partial of the far ones, and may be overwritten.
+        """Return the mixer's weights on all keys.
 
-        A learned sink stands for the first token of a query's document: its weight is added to that token's.
-        `parameters` are those of `mixer.combine`, by name.
+        The weight of a learned sink is added to that of the first token of the query's document.
+
+        Args:
+            linear: the partial of the far keys, which may be overwritten.
+            parameters: those of `mixer.combine`, by name.
         """
         mixer, window = self.mixer, None
         if mixer.span.max_softmax_keys:
             weights, top = exponentials(scores, block.near)
             window = Partial(weights, weights.sum(-1), top)
-        if mixer.config.learned_sink:  # a column of its own, behind the keys
+        if mixer.config.learned_sink:  # one more column, after the keys
             window = None if window is None else _one_column_more(window)
             linear = _one_column_more(linear)
             column = torch.arange(linear.num.shape[-1], device=linear.num.device) == linear.num.shape[-1] - 1

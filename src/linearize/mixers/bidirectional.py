@@ -23,13 +23,13 @@ from linearize.ops.partial import Partial, accumulation_dtype
 
 
 class BidirectionalMixer(Mixer):
-    """y_n = (phi_q(n) . S) / (phi_q(n) . z), or S otherwise normalised; S and z sum over all tokens of n's document.
+    """y_n = (phi_q(n) . S) / (phi_q(n) . z), or phi_q(n) . S with another normalizer.
 
-    There is no order among keys, so a span, a decay and the delta rule have no meaning here and are refused. Without a
-    window, the linear part is the output: whatever `combine` the config has, it is `add`.
+    S and z sum over all tokens of n's document. Keys have no order, so a span, a decay and the delta rule are refused.
+    There is no window, so the output is the linear part, whatever `combine` the config has.
 
     Raises:
-        ValueError: a part that needs an order.
+        ValueError: the config has a part that needs an order.
     """
 
     causal = False
@@ -42,26 +42,26 @@ class BidirectionalMixer(Mixer):
         self.combine = AddCombine(Add(), shape)
 
     def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
-        """Outputs, 0 for padding. `layout` None: one full document per row."""
+        """Return outputs, 0 for padding. `layout` None: one full document per row."""
         layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with inputs.outside_autocast():
             y = self.normalized(self.partials(inputs, layout)[1], inputs)
         return without_padding(y, layout).to(inputs.v.dtype)
 
     def partials(self, inputs: AttnInputs, layout: SequenceLayout) -> tuple[None, Partial]:
-        """No window, and the sums over each query's document; those of padding are anything."""
+        """Return None for the window, and the sums over each query's document; those of padding are arbitrary."""
         with inputs.outside_autocast():
             found = self.linear_features(inputs, layout)
             return None, sum_over_documents(found.phi_q, found.phi_k, inputs.v, layout)
 
     def linear_features(self, inputs: AttnInputs, layout: SequenceLayout) -> LinearFeatures:
-        """Padding has no key features: 0, whatever it holds."""
+        """Return the features of all tokens; key features of padding are 0."""
         assert layout.key_position.shape[1] == inputs.q.shape[2], "encoders carry no keys over from earlier calls"
         assert self.feature_map is not None and self.config.feature_map is not None  # only `window_only` has none
         rotation, dtype = self.config.feature_map.rotation, accumulation_dtype(inputs.v.dtype)
         phi_k = self.feature_map.k(map_inputs(rotation, inputs)[1], layout.key_position)
         if self.feature_map.exponential:
-            # Logarithms may come in fp64, for the sake of this difference.
+            # The logarithms may be fp64, which this difference needs.
             phi_k = exponentials(below_maximum(phi_k, layout).to(dtype))
         if rotation == "after" and inputs.rope is not None:
             phi_k = apply_rope(phi_k, inputs.rope)
@@ -74,19 +74,19 @@ class BidirectionalMixer(Mixer):
 
 
 def below_maximum(logs: Float[Tensor, "B Hk T F"], layout: SequenceLayout) -> Float[Tensor, "B Hk T F"]:
-    """logs - m, m the maximum over features and over the tokens of the document; differentiable in m too."""
+    """Return logs - m, with m the maximum over features and tokens of the document; differentiable in m too."""
     top = logs.amax(-1)
     if layout.uniform:
         return logs - top.amax(-1)[..., None, None]
     document, padding = numbered(layout)[:, None].expand_as(top), (layout.key_position < 0)[:, None]
     m = torch.full_like(top, -torch.inf)
     m = m.scatter_reduce(2, document, top.masked_fill(padding, -torch.inf), "amax").gather(2, document)
-    # Padding has no part in the maximum and could lie above it.
+    # Padding is not in the maximum and could exceed it.
     return (logs - m[..., None]).masked_fill(padding[..., None], -torch.inf)
 
 
 def without_padding(x: Float[Tensor, "B h T X"], layout: SequenceLayout) -> Float[Tensor, "B h T X"]:
-    """`x`, 0 for padding, which could hold anything, also what is not a number."""
+    """Return `x` with 0 for padding, which may hold any number and NaN."""
     return x if layout.uniform else x.masked_fill((layout.key_position < 0)[:, None, :, None], 0)
 
 
@@ -96,11 +96,10 @@ def sum_over_documents(
     v: Float[Tensor, "B G T D"],
     layout: SequenceLayout,
 ) -> Partial:
-    """num_n = phi_q(n) . sum_j phi_k(j) v_j^T over all tokens j of n's document, den_n with 1 for v_j.
+    """Return num_n = phi_q(n) . sum_j phi_k(j) v_j^T over all tokens j of n's document, and den_n with 1 for v_j.
 
-    Padding is never read as a key, where its features are 0; as a query it gives anything.
-    Linear in T, whatever the number of documents and their lengths: the tokens up to n, in a scan, and those after n,
-    in a scan from the end.
+    Key features of padding must be 0; outputs of padding are arbitrary. Takes O(T) time for any number of documents:
+    one scan adds the tokens up to n, and one from the end those after n.
     """
     dtype = accumulation_dtype(v.dtype)
     v = without_padding(v.to(dtype), layout)
@@ -117,7 +116,7 @@ def sum_over_documents(
 
 
 def numbered(layout: SequenceLayout) -> Int[Tensor, "#B T"]:
-    """Each slot's document, in order of appearance from 0."""
+    """Return each slot's document, numbered from 0 in order of appearance."""
     begins = layout.key_document[:, 1:] != layout.key_document[:, :-1]
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
@@ -130,7 +129,7 @@ def one_document_per_row(layout: SequenceLayout) -> Bool[Tensor, ""]:
 
 
 def reversed_layout(layout: SequenceLayout) -> SequenceLayout:
-    """The layout of the tokens in reverse: from the last to the first."""
+    """Return the layout of the tokens in reverse order."""
     position, document = layout.key_position, numbered(layout)
     last = torch.zeros_like(document).scatter_reduce(1, document, position, "amax").gather(1, document)
     position = torch.where(position >= 0, last - position, -1)

@@ -1,4 +1,4 @@
-"""Combinations of window and linear part: configs, and the module of each. H query heads, D head dimension."""
+"""Modules that combine window and linear part, by config. H query heads, G KV heads, D head dimension."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from linearize.ops.heads import repeat_kv
 from linearize.ops.partial import Partial, in_dtype
 
 Normalize = Callable[[Partial], Tensor]
-HasLinear = Callable[[], Bool[Tensor, "#B T"]]  # which queries read keys through the linear part; few ask
+HasLinear = Callable[[], Bool[Tensor, "#B T"]]  # returns which queries read keys through the linear part
 
 
 class WithSink(nn.Module):
@@ -40,15 +40,15 @@ class WithSink(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the sink to 0; it is measured on the teacher (`training/learned_sinks`), or learned."""
+        """Set the sink to 0; it is later measured on the teacher (`training/learned_sinks`), or trained."""
         for parameter in (self.sink_logit, self.sink_value):
             if parameter is not None:
                 parameter.zero_()
 
     def with_sink(self, part: Partial, sees: Bool[Tensor, "#B #H T"]) -> Partial:
-        """Add the sink as one more key of the queries where `sees` is true; there must be one.
+        """Return `part` with the sink as one more key of the queries where `sees` is true. There must be a sink.
 
-        Whichever of sink and largest key is larger has weight 1, so that no exponential is too large.
+        The larger of the sink's logit and log_scale has weight 1, so that no exponential overflows.
         """
         assert self.sink_logit is not None and self.sink_value is not None
         dtype = part.den.dtype
@@ -61,7 +61,7 @@ class WithSink(nn.Module):
 
 
 def share_sinks(source: Any, target: Any) -> None:
-    """Give the learned sinks of a mixer to another mixer of the same groups of heads, where it has any."""
+    """Let a mixer with the same groups of heads share the learned sinks of `source`, if it has sinks."""
     for (_, trained), (_, mixer) in zip(source.parts(), target.parts(), strict=True):
         if isinstance(mixer.combine, WithSink) and mixer.combine.sink_logit is not None:
             mixer.combine.sink_logit, mixer.combine.sink_value = trained.combine.sink_logit, trained.combine.sink_value
@@ -82,7 +82,7 @@ class SharedDenominatorCombine(WithSink):
     def forward(
         self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
-        """Padding queries, which see no key, give zero; here as in every combination."""
+        """Return the combined output; 0 for padding queries, which see no key, as in every combination."""
         if window is None:
             return normalize(linear if self.sink_logit is None else self.with_sink(linear, has_linear()[:, None]))
         window = window if self.sink_logit is None else self.with_sink(window, window.den > 0)
@@ -109,12 +109,12 @@ class AbsoluteScaleCombine(nn.Module):
     def forward(
         self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
-        """Without a window, its share is 0: the linear part alone."""
+        """Return the log-sum-exp merge of both parts; without a window, the linear part alone."""
         if window is None:
             return normalize(linear)
         excess = linear.log_scale + self.offset.to(linear.num.dtype)[:, None] - window.log_scale
         excess = torch.where(linear.den > 0, excess, -torch.inf)
-        # Whichever part is larger stays in scale, so that no exponential is too large, however far the other lies.
+        # The larger part keeps its scale, so that no exponential overflows.
         top = (excess + linear.den.clamp_min(torch.finfo(linear.den.dtype).tiny).log()).clamp_min(0).detach()
         near, far = (-top).exp(), (excess - top).exp()
         num = torch.addcmul(near[..., None] * window.num, far[..., None], linear.num)
@@ -148,7 +148,7 @@ class AddCombine(NoParameters):
 
 
 class WindowOnlyCombine(WithSink):
-    """Softmax over the window, and over the learned sink where there is one."""
+    """Softmax over the window, and over the learned sink if there is one."""
 
     def __init__(self, config: WindowOnly, shape: LayerShape) -> None:
         super().__init__(config, shape)
@@ -162,7 +162,7 @@ class WindowOnlyCombine(WithSink):
 
 
 def _softmax(window: Partial) -> Tensor:
-    # The largest term is 1: less is there for queries that see no key.
+    # den is at least 1, its largest term, except for queries that see no key.
     return divided(window.num, window.den.clamp_min(MIN_DENOMINATOR))
 
 

@@ -1,6 +1,6 @@
-"""The KV cache with eviction in a mixer: the scores that decide which keys it keeps, and what it holds.
+"""The KV cache with eviction in a mixer: eviction scores, and the keys that the cache holds.
 
-What it holds is told for each block of queries and for one more token.
+The keys are chosen for each block of queries of a prompt, and for one more token.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from linearize.ops.step import StepContext
 
 MOST_TOKENS = 2**40  # more than any text has
 SCORES = "scores"  # eviction scores of the slots of window and cache
-STEPS = ("log_decay_k", "log_decay_v", "offset")  # what is a place's own, whichever key is written there
-LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
+STEPS = ("log_decay_k", "log_decay_v", "offset")  # belong to a place, whichever key is written there
+LEAST_LENGTH = 1e-6  # the least length of a vector before its logarithm is taken
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -37,19 +37,18 @@ LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
 class EvictionScorer(nn.Module):
     """The eviction scores of a key-value pair: linear functions of key, value, their log lengths, and the position.
 
-    There are S of them, one for each part of the cache.
+    There are S scores, one for each part of the cache.
 
     Keys are read before RoPE (a rotation does not change their lengths), so position matters through `recency` alone. A
-    score that grows with the position lets a pair fade relative to newer ones: what stays is what is important, recent,
-    or a little of both. Since all pairs of a head fade alike, their order never changes, and the cache is a running
-    top-C.
+    score that grows with the position prefers newer pairs to older ones. Scores of a head's pairs never change relative
+    to each other, so the cache is a running top-C.
 
-    Weights are fitted in closed form to attention that the teacher's pairs receive
+    Weights are fitted in closed form to the attention that the teacher's pairs receive
     (`linearize.training.eviction_scores`), after KVzip (arXiv 2505.23416) and KVzap (arXiv 2601.07891).
 
     Attributes:
         weight: [G, S, 2 D + 2], of the `features`.
-        recency: [G, S], score per token of position; 0 keeps pairs however old they are.
+        recency: [G, S], score per token of position; 0: age does not matter.
     """
 
     weight: Tensor
@@ -64,7 +63,7 @@ class EvictionScorer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Score by minus the logarithm of the key's length until fitted (Devoto et al. 2024, arXiv 2406.11430)."""
+        """Set the scores to minus the logarithm of the key's length (Devoto et al. 2024, arXiv 2406.11430)."""
         self.weight.zero_()
         self.weight[..., (self.weight.shape[-1] - 2) // 2] = -1
         self.recency.zero_()
@@ -76,14 +75,14 @@ class EvictionScorer(nn.Module):
 
     @torch.no_grad()
     def of_keys(self, inputs: AttnInputs) -> Float[Tensor, "B G T S"]:
-        """Return the part of the scores that reads keys before RoPE, which slots do not hold."""
+        """Return the keys' part of the scores. It reads keys before RoPE, which slots do not hold."""
         return self._weighted(_with_length(inputs.k if inputs.unrotated is None else inputs.unrotated[1]), 0)
 
     @torch.no_grad()
     def whole(
         self, of_keys: Float[Tensor, "B G T S"], v: Float[Tensor, "B G T D"], position: Int[Tensor, "#B T"]
     ) -> Float[Tensor, "B G T S"]:
-        """Return the scores, from what `of_keys` made of the keys, and from values."""
+        """Return the scores, from the keys' part (`of_keys`), values and positions."""
         of_values = self._weighted(_with_length(v), v.shape[-1] + 1)
         recency = in_dtype(self.recency, of_values.dtype)[:, None] * position.view(len(position), 1, -1, 1)
         return of_keys + of_values + recency
@@ -97,18 +96,18 @@ class EvictionScorer(nn.Module):
         else:  # the same in one call
             size, stride = (len(weight), 1, weight.shape[1], x.shape[-1]), (weight.stride(0), 1, weight.stride(1), 1)
             rows = weight.as_strided(size, stride, weight.storage_offset() + first)
-        # A sum of each row by itself: equal keys have equal scores, however many tokens come at a time.
+        # Each row is summed separately, so that equal keys have equal scores in calls of any length.
         return (x.view(*x.shape[:3], 1, x.shape[3]) * rows).sum(-1)
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:
-    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE and its log length, then the value's."""
+    """Return the features of eviction scores, F = 2 D + 2: key before RoPE, its log length, value, its log length."""
     k = inputs.k if inputs.unrotated is None else inputs.unrotated[1]
     return torch.cat([_with_length(k), _with_length(inputs.v)], dim=-1)
 
 
 def _with_length(x: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T X"]:
-    """Return vectors with the logarithm of their length behind them, in the accumulation dtype."""
+    """Return vectors followed by the logarithm of their length (X = D + 1), in the accumulation dtype."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     x = x if x.dtype == dtype else x.to(dtype)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -129,12 +128,12 @@ class CachedKeys(NamedTuple):
     """The keys that the cache holds for each block of queries, and those that leave the window when a block begins.
 
     Attributes:
-        cache: its size and parts.
-        pool: slots of the cache of an earlier call, where there was one, then those of the layout: all that is a
-            token's own, and its `position`.
-        carried: places in the pool of what the earlier cache holds, -1 where a slot is empty; None: there was none.
-        leaves: places in the pool; where there is no key, the number of the pool's places.
-        held: places in the pool, -1 where there is none.
+        cache: size and parts of the cache.
+        pool: slots of an earlier call's cache, if there was one, then those of the layout: the tokens' tensors (without
+            `STEPS`), their scores and `position`.
+        carried: places in the pool of the earlier cache's keys, -1 for empty slots; None: there was no cache.
+        leaves: places in the pool of the leaving keys; the size of the pool stands for no key.
+        held: places in the pool of the cached keys, -1 for none.
         full: whether it is known that no slot is empty after the last token.
     """
 
@@ -161,14 +160,14 @@ class CachedKeys(NamedTuple):
         return (gathered if self.full else taken)(self.pool, self.held[:, :, -1])
 
     def as_written(self, tokens: Tokens) -> Tokens:
-        """`tokens` as they are written to the linear state: each with what is written in its place."""
+        """Return `tokens` as they are written to the linear state: each replaced by the key written in its place."""
         (batch, heads), slots = self.held.shape[:2], tokens["keys"].shape[2]
         own = torch.arange(self.before, self.before + slots, device=self.held.device)
         new = leaves = self.leaves[:, None].expand(batch, heads, -1, -1)
         for part in self.cache.parts:
             carried = None if self.carried is None else self.carried[..., part]
             new = _passed_on(self.held[..., part], carried, self.blocks, new)
-        places = pad(own.expand(batch, heads, -1), (0, 1))  # one more, for what is none
+        places = pad(own.expand(batch, heads, -1), (0, 1))  # one more place, for no key
         places = places.scatter(2, leaves.flatten(2) - self.before, new.flatten(2))[:, :, :slots]
         return _as_written(self.pool, places, own) | {name: tokens[name] for name in STEPS if name in tokens}
 
@@ -176,7 +175,7 @@ class CachedKeys(NamedTuple):
 def cached_keys(
     config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: SequenceLayout, state: MixerState | None
 ) -> CachedKeys | None:
-    """Return what the cache holds for all tokens behind their context; None where there is no cache."""
+    """Return the keys that the cache holds for each block of all tokens after their context; None: no cache."""
     cache, span = config.cache, config.span
     if cache is None:
         return None
@@ -202,7 +201,7 @@ def cached_keys(
 
 
 def _evicted(span: TerracedSpan, layout: SequenceLayout) -> int:
-    """Return how many keys, sinks apart, left the window of whole rows; 0 for other rows."""
+    """Return how many keys, without sinks, have left the window of uniform rows; 0 for other rows."""
     if not layout.uniform:
         return 0
     last = layout.length - 1
@@ -215,22 +214,22 @@ def _passed_on(
     blocks: Blocks,
     offered: Int[Tensor, "B G J w"],
 ) -> Int[Tensor, "B G J w"]:
-    """Return what a part of the cache passes on, in the places of the keys offered to it when a block begins."""
+    """Return the keys that a part of the cache passes on, in the places of the keys offered when a block begins."""
     return written(held_before(held, carried, blocks.fresh), held, offered)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Parts in the order of their slots."""
+    """Return the parts concatenated in the order of their slots."""
     return parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=-1)
 
 
 class NextBlock(NamedTuple):
-    """Return the slots of the state when a block may begin, and what is written to the linear state before it.
+    """The slots of the state when a block may begin, and the tokens written to the linear state before it.
 
     Attributes:
-        slots: the state's, with the cache behind the window.
+        slots: of the state, the cache after the window.
         position: of the cached pairs.
-        dropped: tokens as they are written, where there is a linear state; those of positions `at.leaving`.
+        dropped: tokens written to the linear state in the places `at.leaving`; None: there is no linear state.
     """
 
     slots: Tokens
@@ -239,7 +238,7 @@ class NextBlock(NamedTuple):
 
 
 def next_block(config: MixerConfig, scorer: EvictionScorer, state: MixerState, at: StepContext) -> NextBlock:
-    """Return what the state holds behind a new choice, in rows where a block begins; the others keep what they have."""
+    """Choose the cache's keys again in rows where a block begins. Other rows keep their slots."""
     cache, before = config.cache, state.cached(config.span)
     assert cache is not None
     if state.linear is None:
@@ -263,7 +262,7 @@ def next_block(config: MixerConfig, scorer: EvictionScorer, state: MixerState, a
 def _next_block_of_pairs(
     cache: EvictionCache, scorer: EvictionScorer, state: MixerState, before: Tokens, at: StepContext
 ) -> NextBlock:
-    """Return `next_block` without a linear state: keys and values move once, straight to their new slots."""
+    """Return `next_block` without a linear state: keys and values are copied only once, to their new slots."""
     slots = dict(state.slots)
     of_keys, groups = slots.pop(SCORES), before["position"].shape[1]
     scores = scorer.whole(at.leaving_tokens(of_keys), at.leaving_tokens(slots["values"]), at.leaving)
@@ -281,13 +280,13 @@ def _next_block_of_pairs(
 def _best(
     cache: EvictionCache, scores: Float[Tensor, "B G P S"], position: Int[Tensor, "#B #G P"], *, full: bool
 ) -> Int[Tensor, "B G C"]:
-    """Return the places that a cache holds of a pool of at least as many; of equal scores, the first.
+    """Return the places of a pool of at least C keys that the cache holds; of equal scores, the first.
 
-    As `_chosen`, in fewer operations. `full`: no slot of the pool has position -1.
+    It chooses as `_chosen`, in fewer operations. `full`: no slot of the pool has position -1.
     """
     # Empty slots of the cache come before those of the block, so that they are chosen first.
     empty = None if full else position < 0
-    # One part has the oldest first already.
+    # A single part is sorted by age already.
     ages = position.argsort(dim=-1, stable=True) if len(cache.parts) > 1 else None
     chosen: list[Tensor] = []
     of_parts = scores
@@ -309,10 +308,10 @@ def _best(
 def _chosen(
     cache: EvictionCache, scores: Float[Tensor, "B G P S"], there: Int[Tensor, "B G P"]
 ) -> Int[Tensor, "B G C"]:
-    """Return the keys of a pool that the cache holds, as `choose`: each part selects from what the one before left.
+    """Return the keys of a pool that the cache holds, as `choose`: each part selects from the previous part's rest.
 
     Args:
-        there: their places, the oldest first, -1 where there is none.
+        there: places of the keys in the pool, the oldest first, -1 for none.
     """
     held: list[Tensor] = []
     for column, part in enumerate(cache.parts):
@@ -328,10 +327,7 @@ def _chosen(
 def last_queries(
     config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: SequenceLayout
 ) -> Int[Tensor, "#B G K"]:
-    """Return the position of the last query that reads each key, through window, sinks or cache, in whole rows.
-
-    No state stands before the rows.
-    """
+    """Return the position of the last query that reads each key through window, sinks or cache, without a state."""
     span, position, length = config.span, layout.key_position, layout.length
     last = torch.where(position < span.sinks, MOST_TOKENS, span.last(position))[:, None]
     if config.cache is None:
@@ -359,14 +355,14 @@ def room(config: MixerConfig) -> int:
 def cache_after(
     config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: SequenceLayout, state: MixerState | None
 ) -> Tokens:
-    """Return what the cache holds after all tokens behind their context, where no query reads it before.
+    """Return the pairs in the cache after all tokens, by one choice: no query reads the cache before.
 
-    A choice for each block would end with the same pairs, for a running top-C is the top C of all.
+    A choice for each block would end with the same pairs, since a running top-C is the top C of all.
     """
     cache, span = config.cache, config.span
     assert cache is not None and scorer is not None and isinstance(span, TerracedSpan)
     position = layout.key_position
-    if state is None and (evicted := _evicted(span, layout)) >= cache.size:  # they lie side by side
+    if state is None and (evicted := _evicted(span, layout)) >= cache.size:  # these keys are adjacent
         left = slice(span.sinks, span.sinks + evicted)
         tokens = {name: x[:, :, left] for name, x in tokens.items()}
         pool = _scored(tokens, scorer, position[:, left])
@@ -387,16 +383,13 @@ def _own(tokens: Tokens) -> list[tuple[str, Tensor]]:
 
 
 def _scored(tokens: Tokens, scorer: EvictionScorer, position: Int[Tensor, "#B N"]) -> Tokens:
-    """Return the tensors of each token with its whole score and its position [B or 1, 1, N]."""
+    """Return the tokens' tensors without `STEPS`, with whole scores and positions [B or 1, 1, N]."""
     scores = scorer.whole(tokens[SCORES], tokens["values"], position)
     return dict(_own(tokens)) | {SCORES: scores, "position": position[:, None]}
 
 
 def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens, Int[Tensor, "B G C"]]:
-    """The cache's keys, the oldest first, then these; and the places of what each slot of the cache holds, -1 is none.
-
-    One part has the oldest first already.
-    """
+    """Return the cache's keys, the oldest first, then these tokens; and the place of each cache slot (-1: empty)."""
     places = torch.arange(cache.size, device=held["position"].device).expand_as(held["position"])
     filled = held["position"] >= 0
     if len(cache.parts) > 1:
@@ -406,7 +399,7 @@ def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens,
 
 
 def _appended(held: Tokens, tokens: Tokens) -> Tokens:
-    """Return the cache's slots, then these."""
+    """Return the cache's slots followed by `tokens`."""
     pool: Tokens = {}
     for name, x in tokens.items():
         before = held[name]
@@ -417,7 +410,7 @@ def _appended(held: Tokens, tokens: Tokens) -> Tokens:
 
 
 def _as_written(pool: Tokens, places: Int[Tensor, "B G N"], own: Int[Tensor, " N"]) -> Tokens:
-    """Return what is written in these places; where nothing is, the place's own key with `input_scale` 0."""
+    """Return the tokens at these places of the pool; for place -1, the place's own token with `input_scale` 0."""
     tokens = taken(pool, torch.where(places >= 0, places, own))
     there = (places >= 0)[..., None].to(tokens["values"].dtype)
     scale = tokens.get("input_scale", there)

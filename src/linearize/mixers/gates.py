@@ -1,8 +1,8 @@
-"""Decays and updates of the state S [F, D] of linear attention: how fast it forgets, and how a key is written.
+"""Compute decays of the state S [F, D] of linear attention, and the strength of the delta rule.
 
-A decay is a config, which a recipe names as `decay`, and the gate that computes it. Decays leave here as logarithms,
-computed as such: log(sigmoid(x)) is -inf or 0 where logsigmoid(x) still counts. A key's value is added to S, or
-replaces what S recalls for the key (`DeltaRule`).
+A recipe names a decay config as `decay`; a gate computes it. Gates return logarithms, computed by logsigmoid(x):
+log(sigmoid(x)) is -inf or 0 for inputs where logsigmoid(x) is not. A key's value is added to S, or replaces the value
+that S returns for the key (`DeltaRule`).
 
 Hs heads of the state, F features per head, D head dimension, x the layer's input.
 """
@@ -33,16 +33,16 @@ from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.partial import accumulation_dtype
 
-MIN_NORM = 1e-6  # of features that the delta rule divides by
+MIN_NORM = 1e-6  # the least norm of features by which the delta rule divides
 
-# --- what every gate is -----------------------------------------------------------------------------------------------
+# --- the base class ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GateOut:
-    """Log decays of each step on the feature and the value axis of S, never positive; the factor of what is written.
+    """Log decays of each step on the feature and the value axis of S, never positive; the factor of new keys.
 
-    fp32, or fp64 for fp64 inputs; None where the gate has no say.
+    fp32, or fp64 for fp64 inputs; None if the gate does not compute it.
     """
 
     log_decay_k: Float[Tensor, "#B Hs T X"] | None = None
@@ -51,7 +51,7 @@ class GateOut:
 
 
 class Gate(nn.Module, ABC):
-    """Base class of decays; its children are what it reads from the layer's input."""
+    """Base class of decays; its children are `Affine` maps of the layer's input."""
 
     def __init__(self, config: Any, shape: LayerShape, heads: int, feature_dim: int) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class Gate(nn.Module, ABC):
     def forward(self, inputs: AttnInputs) -> GateOut: ...
 
     def choose(self, heads: int, mine: list[int]) -> None:
-        """Be the gate of the query heads `mine` of a layer, or a group of its heads, with `heads` of them.
+        """Make this the gate of the query heads `mine` out of `heads` heads of a layer or group.
 
-        A learned gate has weights of its own for them; constants depend on which heads they are for.
+        Constants depend on the heads. A learned gate ignores this: it has weights for these heads alone.
         """
 
     def reset_parameters(self) -> None:
@@ -74,7 +74,7 @@ class Gate(nn.Module, ABC):
 
 
 class Affine(nn.Module):
-    """W x + b, `width` numbers per head. W starts as that of a linear layer, b at `bias_init`; None: there is no b."""
+    """W x + b, `width` numbers per head. W starts like that of nn.Linear, b at `bias_init`; None: there is no b."""
 
     def __init__(self, inputs: int, heads: int, width: int, bias_init: float | None) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Affine(nn.Module):
 
 
 def layer_input(inputs: AttnInputs) -> Float[Tensor, "B T E"]:
-    """Return the inputs of gates in fp32, or in fp64 for fp64 inputs."""
+    """Return the input of gates, in fp32, or fp64 for fp64 inputs; raise ValueError if it was not passed."""
     if inputs.hidden is None:
         raise ValueError(
             "AttnInputs.hidden: expected the layer's input, which this mixer's gates read; found None. "
@@ -111,7 +111,7 @@ def layer_input(inputs: AttnInputs) -> Float[Tensor, "B T E"]:
 
 
 class FixedGate(Gate):
-    """Nothing to learn, and the layer's input is not read."""
+    """One constant decay per head, which does not read the layer's input."""
 
     def __init__(self, config: FixedDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
         super().__init__(config, shape, heads, feature_dim)
@@ -122,16 +122,16 @@ class FixedGate(Gate):
         self.heads, self.mine = heads, mine
 
     def forward(self, inputs: AttnInputs) -> GateOut:
-        # Computed at every call rather than kept in a buffer, which a student in bfloat16 would round.
+        # Computed at every call: a buffer would be rounded in a bfloat16 student.
         log_decay = SCHEDULES[self.config.schedule](self.heads, inputs.v.device)[self.mine]
         log_decay = log_decay.to(accumulation_dtype(inputs.v.dtype))
         return GateOut(log_decay_k=log_decay[None, :, None, None].expand(-1, -1, inputs.v.shape[2], -1))
 
 
 def lightning(heads: int, device: torch.device) -> Float[Tensor, " H"]:
-    """log gamma_h = -r^(h+1), r = 2^(-8/H), as ALiBi's slopes: between those for the power of two below H come others.
+    """Return log gamma_h = -r^(h+1), r = 2^(-8/H), which are ALiBi's slopes.
 
-    With c = 2^floor(log2 H) heads: the slopes for c, then every second one for 2c.
+    If H is no power of 2, these are the slopes for c = 2^floor(log2 H) heads, then every second one for 2c heads.
     """
     whole = 2 ** (heads.bit_length() - 1)
     step = torch.arange(1, heads + 1, device=device, dtype=torch.float64)
@@ -140,18 +140,18 @@ def lightning(heads: int, device: torch.device) -> Float[Tensor, " H"]:
 
 
 def retnet(heads: int, device: torch.device) -> Float[Tensor, " H"]:
-    """log gamma_h = log(1 - 2^(-5-h))."""
+    """Return log gamma_h = log(1 - 2^(-5-h))."""
     return torch.log1p(-torch.exp2(-5 - torch.arange(heads, device=device, dtype=torch.float64)))
 
 
 SCHEDULES: dict[str, Callable[[int, torch.device], Tensor]] = {"lightning": lightning, "retnet": retnet}
 
 
-# --- learned ones -----------------------------------------------------------------------------------------------------
+# --- learned decays ---------------------------------------------------------------------------------------------------
 
 
 class ScalarGate(Gate):
-    """log g, and 1 - g as what keys are scaled by."""
+    """log g per head and, with `input_scale`, 1 - g as the factor of keys."""
 
     def __init__(self, config: ScalarDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
         super().__init__(config, shape, heads, feature_dim)
@@ -204,16 +204,16 @@ class RefinedGate(Gate):
 
 
 def refined_log_decay(g: Float[Tensor, "*s"], r: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """log f for f = (1 - r) g^2 + r (1 - (1 - g)^2), from what is inside the sigmoids of g and r.
+    """Return log f for f = (1 - r) g^2 + r (1 - (1 - g)^2), from the logits of g and r.
 
-    f = g (g + 2 r (1 - g)) and 1 - f = (1 - g) ((1 - g) + 2 g (1 - r)) have no differences, so neither loses digits:
-    the first, in logarithms, where f is small, the second where log f is.
+    f = g (g + 2 r (1 - g)) and 1 - f = (1 - g) ((1 - g) + 2 g (1 - r)) have no differences that lose digits. The first
+    is used, in logarithms, where f is small; the second where log f is small.
     """
     forgets = torch.sigmoid(-g)
     lost = forgets * (forgets + 2 * torch.sigmoid(g) * torch.sigmoid(-r))
     log_g = logsigmoid(g)
     of_small = log_g + torch.logaddexp(log_g, logsigmoid(-g) + logsigmoid(r) + math.log(2))
-    # The clamp keeps the branch that is not taken from a logarithm of 0, whose gradient would be nan.
+    # The clamp avoids log(0) in the branch that is not taken, whose gradient would be NaN.
     return torch.where(lost > 0.5, of_small, torch.log1p(-lost.clamp_max(0.5)))
 
 
@@ -230,7 +230,7 @@ DECAYS: dict[type[DecayConfig], Callable[[Any, LayerShape, int, int], Gate]] = {
 
 
 class DeltaRule(nn.Module):
-    """b = sigmoid(w.x) per head, and the norm of features that it needs."""
+    """b = sigmoid(w.x) per head, and the normalisation of features that the delta rule needs."""
 
     def __init__(self, config: DeltaUpdate, shape: LayerShape, heads: int) -> None:
         super().__init__()
@@ -242,11 +242,11 @@ class DeltaRule(nn.Module):
         self.strength.reset_parameters()
 
     def forward(self, inputs: AttnInputs) -> Float[Tensor, "B Hs T 1"]:
-        """b, how much of what the state recalls of a key is replaced."""
+        """Return b, the share of the value that the state returns for a key which is replaced."""
         return self.strength(layer_input(inputs)).sigmoid()
 
     def normalize(self, phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-        """`phi` over its sum or its Euclidean norm, of which there is at least 1e-6."""
+        """Return `phi` divided by its sum or its Euclidean norm, but by at least 1e-6."""
         return KEY_NORMS[self.config.key_norm](phi)
 
 
@@ -255,7 +255,7 @@ def over_sum(phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
 
 
 def over_norm(phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-    # By way of the square, whose gradient at 0 is 0 where that of the root is infinite.
+    # Clamp the square: its gradient at 0 is 0, but that of the root is infinite.
     return phi * phi.square().sum(-1, keepdim=True).clamp_min(MIN_NORM**2).rsqrt()
 
 

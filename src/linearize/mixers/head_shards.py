@@ -1,4 +1,4 @@
-"""The mixer of some of a layer's KV heads: what one process of several that divide them computes."""
+"""Make the mixer of some of a layer's KV heads, for one of several processes that divide the heads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from linearize.mixers.linear import LinearMixer
 
 @dataclass(frozen=True)
 class WeightShard:
-    """One tensor of a layer's mixer, as the mixer of some of its heads has it.
+    """The part of one tensor of a layer's mixer that belongs to some of its heads.
 
     Attributes:
-        name: there; None: it belongs to other heads.
-        shape: here, in the mixer of all heads.
-        axis: along which the heads lie, one after another; None: all heads share it.
-        heads: how many lie there. mine: which of them are meant.
+        name: name in the mixer of these heads; None: the tensor belongs to other heads.
+        shape: shape in the mixer of all heads.
+        axis: the axis of heads; None: all heads share the tensor.
+        heads: number of heads on this axis.
+        mine: indices of the selected heads on this axis.
     """
 
     name: str | None
@@ -33,7 +34,7 @@ class WeightShard:
     mine: tuple[int, ...] = ()
 
     def __call__(self, whole: Tensor) -> Tensor:
-        """The part of a tensor of this `shape` that belongs to these heads."""
+        """Return the part of a tensor of this `shape` that belongs to these heads."""
         if self.axis is None:
             return whole
         divided = whole.unflatten(self.axis, (self.heads, -1))
@@ -44,13 +45,12 @@ class WeightShard:
 def shard_of_heads(
     config: MixerConfig | HeadwiseConfig, shape: LayerShape, heads: Sequence[int]
 ) -> tuple[LinearMixer | HeadwiseMixer, dict[str, WeightShard]]:
-    """The mixer that reads q, k and v of these KV heads alone, in their order, and where its weights come from.
+    """Return a mixer of these KV heads alone, in their order, and a `WeightShard` for every tensor of the whole mixer.
 
-    Its weights are as they were initialised; of every tensor in the whole mixer's state a `WeightShard` says what it is
-    here.
+    The mixer's weights are freshly initialised.
 
     Args:
-        heads: of the layer's KV heads, in rising order.
+        heads: indices of the layer's KV heads, in rising order.
 
     Raises:
         UserError: a feature map reads all heads together (`feature_map.per: model`).
@@ -88,14 +88,18 @@ def _of(config: MixerConfig | HeadwiseConfig, heads: Sequence[int]) -> MixerConf
 
 
 def _groups(mixer: LinearMixer | HeadwiseMixer) -> Iterator[tuple[str, tuple[int, ...], LinearMixer]]:
-    """Prefix of the names, KV heads and mixer of each group that has weights."""
+    """Yield the prefix of the names, the KV heads and the mixer of each group that has weights."""
     for index, (heads, part) in enumerate(mixer.parts()):
         if isinstance(part, LinearMixer):
             yield "" if part is mixer else f"groups.{index}.", heads, part
 
 
 def _axis(name: str, whole: Tensor, own: Tensor, heads: int, mine: int) -> int | None:
-    """Along which axis the heads lie: the one whose size goes with their number."""
+    """Return the axis of heads: the one whose size is proportional to their number; None: all heads share the tensor.
+
+    Raises:
+        UserError: the tensor cannot be divided by heads.
+    """
     axes = [axis for axis, (a, b) in enumerate(zip(whole.shape, own.shape, strict=True)) if a != b]
     if not axes:
         return None

@@ -1,4 +1,4 @@
-"""A layer whose heads are divided among mixers, and softmax over all keys as the mixer of some of them."""
+"""Mixers of layers whose KV heads are divided among several mixers, and a mixer of softmax over all keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from linearize.ops.layout import SequenceLayout, Tokens
 
 
 class SoftmaxMixer(nn.Module):
-    """Exact softmax attention; has no parameters. Its state has a slot for every slot seen: it grows."""
+    """Softmax attention over all keys, without parameters. Its state grows by a slot for every slot seen."""
 
     causal = softmax_alone = True
     wants_hidden = wants_unrotated = False
@@ -33,17 +33,17 @@ class SoftmaxMixer(nn.Module):
         self.shape = shape
 
     def reset_parameters(self) -> None:
-        """Nothing: there are none."""
+        """Do nothing: there are no parameters."""
 
     def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
-        """Outputs for whole documents, without a state. `layout` None: one full document per row."""
+        """Return outputs for whole documents, without a state. `layout` None: one full document per row."""
         layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         return self._read(inputs, inputs.k, inputs.v, layout)
 
     def step(
         self, inputs: AttnInputs, state: MixerState | None, layout: SequenceLayout | None = None
     ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
-        """Outputs and the next state. `layout` None: every row's tokens are valid and go on in its document."""
+        """Return outputs and the next state. `layout` None: every row's tokens are valid and continue its document."""
         new, at = self._with_new(inputs, state, layout)
         y = self._read(inputs, new["all_keys"], new["all_values"], at)
         return y, self._state(inputs, new, at, state, layout)
@@ -53,7 +53,7 @@ class SoftmaxMixer(nn.Module):
         return self._state(inputs, *self._with_new(inputs, state, layout), state, layout)
 
     def last_queries(self, inputs: AttnInputs, layout: SequenceLayout) -> Int[Tensor, "#B G K"]:
-        """Return the position of the last query that reads each key: there is none after which a key is not read."""
+        """Return, for each key, a position beyond all queries: every later query reads it."""
         position = layout.key_position
         return position.new_full((len(position), inputs.k.shape[1], position.shape[1]), MOST_TOKENS)
 
@@ -61,7 +61,7 @@ class SoftmaxMixer(nn.Module):
     def _with_new(
         inputs: AttnInputs, state: MixerState | None, layout: SequenceLayout | None
     ) -> tuple[Tokens, SequenceLayout]:
-        """Return all slots with those of the inputs' tokens, and their layout."""
+        """Return the state's slots followed by those of the inputs' tokens, and their layout."""
         new = {"all_keys": inputs.k, "all_values": inputs.v}
         at = own = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         if state is not None and (kept := state.slots["all_keys"].shape[2]):
@@ -76,13 +76,13 @@ class SoftmaxMixer(nn.Module):
         batch, length = len(inputs.q), inputs.q.shape[2]
         if layout is not None:
             return MixerState(_last_document(new, at), TokenCounts(at.count.expand(batch).clone()))
-        # They lie as they should: the last tokens last.
+        # The slots are in order already.
         if state is None:
             return MixerState(new, TokenCounts(at.key_position.new_full((batch,), length)))
         return MixerState(new, state.counts.next() if length == 1 else TokenCounts(state.seen + length))
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
-        """The empty state for inputs of this shape."""
+        """Return the empty state for inputs of this shape."""
         seen = inputs.k.new_zeros(len(inputs.k), dtype=torch.int64)
         return MixerState(
             {name: x[:, :, :0] for name, x in zip(GROWING, (inputs.k, inputs.v), strict=True)}, TokenCounts(seen)
@@ -93,7 +93,7 @@ class SoftmaxMixer(nn.Module):
 
 
 def _last_document(slots: Tokens, layout: SequenceLayout) -> Tokens:
-    """The slots of each row's last document at the end, in order, behind zeros."""
+    """Move the slots of each row's last document to the end, in order, after zeros."""
     its = (layout.key_document == layout.last_document) & (layout.key_position >= 0)
     order = its.to(torch.uint8).argsort(dim=1, stable=True)
 
@@ -105,9 +105,9 @@ def _last_document(slots: Tokens, layout: SequenceLayout) -> Tokens:
 
 
 class HeadwiseMixer(nn.Module):
-    """Groups of KV heads, each with the mixer of its own that reads q, k and v of these heads alone.
+    """Groups of KV heads, each with its own mixer, which reads q, k and v of these heads alone.
 
-    One projection before and one after; a group's heads are one batch. A group's parameters are `groups.<index>.*`.
+    The projections of the layer are shared. The parameters of a group are named `groups.<index>.*`.
     """
 
     causal = True
@@ -135,7 +135,7 @@ class HeadwiseMixer(nn.Module):
             mixer.reset_parameters()
 
     def parts(self) -> Iterator[tuple[tuple[int, ...], LinearMixer | SoftmaxMixer]]:
-        """Each group's KV heads and mixer."""
+        """Yield the KV heads and the mixer of each group."""
         for heads, mixer in zip(self.kv_heads, self.groups, strict=True):
             assert isinstance(mixer, LinearMixer | SoftmaxMixer)
             yield heads, mixer
@@ -151,7 +151,7 @@ class HeadwiseMixer(nn.Module):
         return any(mixer.wants_unrotated for _, mixer in self.parts())
 
     def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
-        """Outputs for whole documents, without a state. `layout` None: one full document per row."""
+        """Return outputs for whole documents, without a state. `layout` None: one full document per row."""
         if (y := self._all_heads(inputs, layout)) is not None:
             return y
         each = zip(self.parts(), inputs.divided(self.kv_heads), strict=True)
@@ -160,7 +160,7 @@ class HeadwiseMixer(nn.Module):
     def step(
         self, inputs: AttnInputs, state: HeadwiseState | None, layout: SequenceLayout | None = None
     ) -> tuple[Float[Tensor, "B H T D"], HeadwiseState]:
-        """Outputs and the next state, as of each group's mixer."""
+        """Return outputs and the next state, from the `step` of each group's mixer."""
         if state is None and (y := self._all_heads(inputs, layout)) is not None:
             return y, self.absorb(inputs, None, layout)
         found = [
@@ -170,9 +170,9 @@ class HeadwiseMixer(nn.Module):
         return self._joined([y for y, _ in found]), HeadwiseState(tuple(after for _, after in found))
 
     def _all_heads(self, inputs: AttnInputs, layout: SequenceLayout | None) -> Float[Tensor, "B H T D"] | None:
-        """Return the outputs by one softmax over keys that all heads read or not, None where that is not as fast.
+        """Return the outputs of all heads by one masked softmax; None if this is slower or a group has another part.
 
-        Heads differ only in when they cease to read a key, where no group has a linear part.
+        Without linear parts, heads differ only in the last query that reads each key.
         """
         if not (self.softmax_alone and backend_for(inputs.q.device).masks_whole_rows(inputs.q)):
             return None
@@ -202,11 +202,11 @@ class HeadwiseMixer(nn.Module):
         return HeadwiseState(tuple(mixer.absorb(own, part, layout) for (_, mixer), own, part in each))
 
     def state_like(self, inputs: AttnInputs) -> HeadwiseState:
-        """The empty state for inputs of this shape: what stands before the first token."""
+        """Return the empty state for inputs of this shape: the state before the first token."""
         return HeadwiseState(tuple(mixer.state_like(inputs.heads(heads)) for heads, mixer in self.parts()))
 
     def _joined(self, outputs: list[Tensor]) -> Float[Tensor, "B H T D"]:
-        """The outputs of all groups, in the order of the heads."""
+        """Return the outputs of all groups, in the order of the heads."""
         y = torch.cat(outputs, dim=1)
         if self._order == sorted(self._order):
             return y

@@ -1,4 +1,4 @@
-"""The causal mixer: softmax over a span and linear attention below it, combined; of many tokens, and of one more."""
+"""The causal mixer: softmax over a span combined with linear attention below it, for many tokens and for one more."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 from linearize.ops.reference import delta_values
 from linearize.ops.step import LinearStep, StepContext, StepInputs
 
-SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
+SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # numbers in the features of one segment's tokens
 LEAST_LEARNED = 1e-3
-LARGEST_VALUE = 256.0  # which no mean of values exceeds; attention's are some tens at most
-EVERY_KEY = NoSpan()  # once: compilers do not make them
+LARGEST_VALUE = 256.0  # a bound of means of values, which are some tens at most
+EVERY_KEY = NoSpan()  # made here because torch.compile cannot construct it
 
 
 class Prepared(NamedTuple):
-    """All tokens behind their context, as window and linear part read them.
+    """The tokens of the context and the inputs, as window and linear part read them.
 
     Attributes:
         tokens: the slots of each token.
-        written: the slots as they enter the linear state; they differ from `tokens` beside a KV cache with eviction.
+        written: the slots as they enter the linear state; a KV cache with eviction makes them differ from `tokens`.
         phi_k: features of `written`.
         maximum: the running maximum after the last token.
-        cached: what the KV cache with eviction holds.
+        cached: the keys that the KV cache with eviction holds.
     """
 
     tokens: Tokens
@@ -71,16 +71,16 @@ class Prepared(NamedTuple):
 
 
 class LinearMixer(Mixer):
-    """Window + linear attention, or either alone, with any of the parts that its config names.
+    """Window + linear attention, or either alone, with the parts that its config names.
 
     With a window of at least T tokens the output equals softmax attention exactly.
 
-    A token is a set of slots by name: `keys` and `values`; where its parts ask for them, `map_keys` (keys before RoPE),
-    `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), `offset` (the
-    running maximum of an exponential key map), and `scores` (of a KV cache with eviction, `EvictionScorer.of_keys`).
+    A token has slots by name: `keys` and `values`; if its parts read them also `map_keys` (keys before RoPE), `cos` and
+    `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), `offset` (the running
+    maximum of an exponential key map), and `scores` (of a KV cache with eviction, `EvictionScorer.of_keys`).
 
     Attributes:
-        keeps_maximum, maps_unrotated: as the config says.
+        keeps_maximum, maps_unrotated: as in the config.
         softmax_alone: whether softmax over window and cache is the output.
     """
 
@@ -118,8 +118,8 @@ class LinearMixer(Mixer):
     ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
         """Return outputs and the next state, for any number of tokens; one token costs the same at every position.
 
-        `layout` None: every row's tokens are valid and go on in its document. Between calls S is in the config's
-        `state_dtype`; where that is less than it is computed in, the calls' lengths make a difference of its rounding.
+        `layout` None: every row's tokens are valid and continue its document. Between calls S is in the config's
+        `state_dtype`. If this rounds S, outputs depend slightly on how tokens are divided into calls.
         """
         state_dtype = STATE_DTYPES[self.config.state_dtype]
         if state_dtype is not None and state is not None:
@@ -131,7 +131,7 @@ class LinearMixer(Mixer):
                 y, after = self._many(inputs, state, layout)
         return y, after if state_dtype is None else after.matrices_in(state_dtype)
 
-    # --- what the parts make of tokens --------------------------------------------------------------------------------
+    # --- the slots and features of tokens -----------------------------------------------------------------------------
 
     def new_tokens(self, inputs: AttnInputs) -> Tokens:
         """Return the slots of the inputs' tokens."""
@@ -163,18 +163,18 @@ class LinearMixer(Mixer):
         return step + slots["log_decay_k"] if "log_decay_k" in slots else step
 
     def map_keys(self, slots: Tokens, position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
-        """Return the key map's features, or for an exponential map their logarithms; or the inputs of `kernel`."""
+        """Return the key map's features (logarithms, if the map is exponential); with a kernel, the kernel's inputs."""
         assert self.feature_map is not None
         keys = slots.get("map_keys", slots["keys"])
         return self.feature_map.k(keys, position) if self.kernel is None else self.feature_map.kernel_input(keys)
 
     def key_features(self, slots: Tokens, phi_k: Tensor, layout: SequenceLayout | None) -> Float[Tensor, "B Hs K F"]:
-        """Return phi_k as it is written to the state, from what the map gave."""
+        """Return phi_k as it is written to the state, from the result of `map_keys`."""
         assert self.feature_map is not None
         if self.feature_map.exponential:
             phi_k = phi_k - (slots["offset"] if self.keeps_maximum else phi_k.amax(-1, keepdim=True))
             if layout is not None and not layout.uniform:
-                # Padding takes no part in the maximum and could be anything.
+                # Padding is not in the maximum and is arbitrary.
                 phi_k = phi_k.masked_fill((layout.key_position < 0)[:, None, :, None], -torch.inf)
             phi_k = exponentials(phi_k.to(accumulation_dtype(slots["values"].dtype)))
         if self.delta is not None:
@@ -195,9 +195,9 @@ class LinearMixer(Mixer):
     def _many(
         self, inputs: AttnInputs, state: MixerState | None, layout: SequenceLayout | None
     ) -> tuple[Tensor, MixerState]:
-        """Compute `step` for many tokens, some at a time."""
+        """Compute `step` for many tokens, one segment at a time."""
         length = inputs.q.shape[2]
-        # Up to where a cache is full it is softmax over all keys.
+        # Until a cache is full, the output is softmax over all keys.
         only_pairs = state is None and self._pairs_alone() and backend_for(inputs.q.device).splits_prompts
         first, segment = room(self.config) if only_pairs else 0, self._segment(inputs)
         first = first if 0 < first < length else segment
@@ -212,13 +212,13 @@ class LinearMixer(Mixer):
     def _segment(self, inputs: AttnInputs) -> int:
         """Return how many tokens are processed at a time: all, if gradients are wanted.
 
-        Without them, a prompt of any length takes no more memory beyond its inputs and output than one segment.
+        Without gradients, a prompt needs memory for its inputs, its output and one segment.
         """
         length = inputs.q.shape[2]
         if torch.is_grad_enabled() or self.feature_map is None:
             return length
         numbers = SEGMENT_NUMBERS[kind(inputs.q.device)]
-        features = 0 if self.kernel is not None else self.feature_map.feature_dim  # of all tokens at once
+        features = 0 if self.kernel is not None else self.feature_map.feature_dim  # a kernel makes features in blocks
         width = len(inputs.q) * self.shape.num_heads * max(self.shape.head_dim, features)
         return max(numbers // width // 64 * 64, 1024, 4 * self.span.context)
 
@@ -238,11 +238,11 @@ class LinearMixer(Mixer):
     def tokens(
         self, inputs: AttnInputs, new_layout: SequenceLayout, layout: SequenceLayout, state: MixerState | None
     ) -> Prepared:
-        """Return the inputs' tokens behind those of `state`, with features.
+        """Return the tokens of `state` followed by those of the inputs, with features.
 
         Args:
             new_layout: of the inputs alone.
-            layout: of the inputs behind the context of `state`.
+            layout: of the inputs after the context of `state`.
         """
         slots, maximum = self.new_tokens(inputs), None
         mapped = None if self.feature_map is None else self.map_keys(slots, layout.query_position)
@@ -271,7 +271,7 @@ class LinearMixer(Mixer):
             return self._of_documents(inputs.accumulated(), layout)
 
     def _of_documents(self, inputs: AttnInputs, layout: SequenceLayout) -> tuple[Partial | None, Partial | None]:
-        """Return `partials` of inputs in their own dtype."""
+        """Return `partials` of inputs in their own dtype; call it outside autocast."""
         prepared = self.tokens(inputs, layout, layout, None)
         return self._partials(inputs, prepared, layout, None, keeps_state=False)[:2]
 
@@ -350,22 +350,22 @@ class LinearMixer(Mixer):
         return self._state(prepared, layout, state_after(self._keys(prepared, layout, state)), len(inputs.q))
 
     def last_queries(self, inputs: AttnInputs, layout: SequenceLayout) -> Int[Tensor, "#B G K"]:
-        """Return the position of the last query that reads each key of whole rows, where `softmax_alone`."""
+        """Return the position of the last query that reads each key of whole rows; only if `softmax_alone`."""
         assert self.softmax_alone
         with torch.no_grad():
             return last_queries(self.config, self.scorer, self.new_tokens(inputs), layout)
 
     def _all_exact(self, layout: SequenceLayout) -> bool:
-        """Return whether every key of these rows is in window or cache, and the output is softmax over all of them."""
+        """Return whether window and cache hold every key of these rows, so that the output is softmax over all keys."""
         holds = max(self.span.linear_delay, room(self.config))
         return layout.uniform and layout.length <= holds and self._pairs_alone()
 
     def _pairs_alone(self) -> bool:
-        """Return whether softmax over keys and values is the output, and no parameter wants a gradient."""
+        """Return whether softmax is the output until a key leaves window and cache, and no gradient is wanted."""
         return not (self.keeps_maximum or self.config.learned_sink or torch.is_grad_enabled())
 
     def _all_by_softmax(self, inputs: AttnInputs, layout: SequenceLayout) -> tuple[Tensor, MixerState]:
-        """Return softmax over all keys, which window and cache hold, and a state that nothing has entered yet."""
+        """Return softmax over all keys, and the next state, whose linear state is still empty."""
         y = full_softmax(inputs.q, inputs.k, inputs.v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
         nothing = self.state_like(inputs.tokens(0, 1))
         state = self._exact_state(self.new_tokens(inputs), layout, None, len(inputs.q))
@@ -374,7 +374,7 @@ class LinearMixer(Mixer):
     # --- one token ----------------------------------------------------------------------------------------------------
 
     def _one_token(self, inputs: AttnInputs, state: MixerState) -> tuple[Tensor, MixerState]:
-        """Compute `step` for one token of every row: a short sequence of operations, the same at every position."""
+        """Compute `step` for one token of every row, by the same few operations at every position."""
         config, span, counts = self.config, self.span, state.counts
         context = counts.once(span, lambda seen: StepContext(span, seen))
         slots, position, before = state.slots, state.cached_position, state.linear
@@ -385,15 +385,15 @@ class LinearMixer(Mixer):
             offset, log_decay, maximum = running_maximum(top, SequenceLayout.full(1, top.device), state.maximum)
             new["offset"], new["log_decay_k"] = offset[..., None], self.with_step(new, log_decay)
 
-        # When a block begins, its eviction cache is chosen, and what this drops enters the linear state.
+        # When a block begins, the cache's keys are chosen, and evicted keys enter the linear state.
         if config.cache is not None and context.may_flush:
             assert self.scorer is not None
             slots, position, dropped = next_block(config, self.scorer, state, context)
             if before is not None and dropped is not None:
                 before = self._folded(before, dropped, context.leaving)
 
-        # One key enters the linear state as it leaves the window, or is the new one.
-        # Names in the order of every other state of this mixer: static caches rely on it.
+        # One key enters the linear state: the one that leaves the window, or without a window the new one.
+        # Static caches rely on the order of names, which is that of every other state of this mixer.
         after = new | {
             name: context.written(slots[name], x) for name, x in new.items() if name not in ("keys", "values")
         }
@@ -431,7 +431,7 @@ class LinearMixer(Mixer):
         return self.combined(inputs, outputs.window, sums, has_linear), next_state
 
     def _folded(self, state: LinearState, dropped: Tokens, position: Int[Tensor, "B w"]) -> LinearState:
-        """Return the state with the pairs that the KV cache with eviction drops when the block at `position` leaves."""
+        """Return the state with the pairs that are evicted when the block at `position` leaves the window."""
         layout = SequenceLayout(position, torch.zeros_like(position), 0)
         phi_k = self.key_features(dropped, self.map_keys(dropped, position), layout)
         keys = LinearInputs(None, phi_k, dropped["values"], EVERY_KEY, layout, state=state, **self.rules(dropped))
@@ -442,10 +442,10 @@ class LinearMixer(Mixer):
     # --- outputs ------------------------------------------------------------------------------------------------------
 
     def lost(self, linear: Partial) -> Bool[Tensor, "B H T"] | None:
-        """Return which sums over `query_features` count as 0 in any scale, because they underflow in the dtype.
+        """Return which sums over `query_features` have underflowed and count as 0; None: features have a scale.
 
-        Numbers next to its least are 0 in z where they are not yet in S, and queries can weigh these alone: then num
-        over den is no mean of values, but larger than all of them.
+        Numbers that underflow in z may not underflow in S. If a query reads only such keys, num / den is no mean of
+        values, but larger than all of them.
         """
         if not self.in_any_scale:
             return None
@@ -454,7 +454,7 @@ class LinearMixer(Mixer):
         return (den < least) & (num.abs().amax(-1) > LARGEST_VALUE * den)
 
     def in_scale(self, linear: Partial, log_scale: Tensor | None, new: Tokens) -> Partial:
-        """Return the linear part with the logarithm that it is relative to: the query's plus the running maximum."""
+        """Return the linear part with its log_scale: that of the query's features plus the running maximum."""
         if not self.config.absolute:
             return linear
         assert log_scale is not None
@@ -464,19 +464,19 @@ class LinearMixer(Mixer):
     def combined(
         self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
-        """Return the output in the inputs' dtype. The parts may be overwritten where no gradient is wanted."""
+        """Return the output in the inputs' dtype. The parts may be overwritten unless they require gradients."""
         dtype = inputs.v.dtype
         y = backend_for(inputs.q.device).output(window, linear, self.quotient, dtype)
         if y is not None:
             return y
         y = self.combine(window, linear, partial(self.normalized, inputs=inputs), has_linear)
-        # A copy lies as it is read next: the heads of a token side by side.
+        # In the copy the heads of a token are adjacent, as the output projection reads them.
         if y.dtype == dtype:
             return y
         return y.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)
 
     def quotient(self) -> Quotient | None:
-        """Return how the output is one quotient of sums, None where it is not."""
+        """Return the parameters of the output as one quotient of sums; None: it is no such quotient."""
         combine = self.combine
         if self.config.learned_sink:
             return None
@@ -493,8 +493,8 @@ class LinearMixer(Mixer):
     # --- states -------------------------------------------------------------------------------------------------------
 
     def _state(self, prepared: Prepared, layout: SequenceLayout, linear: LinearState | None, batch: int) -> MixerState:
-        """Return the state after the last token, of which `linear` is the linear part's."""
-        if linear is not None and prepared.cached is not None:  # what a next block adds is chosen when it begins
+        """Return the state after the last token; `linear` is the linear part's state."""
+        if linear is not None and prepared.cached is not None:  # keys of the next state are chosen when a block begins
             linear = LinearState(linear.S, linear.z)
         cached = None if prepared.cached is None else prepared.cached.last()
         return self._after(prepared.tokens, layout, batch, cached, linear, prepared.maximum)
@@ -508,13 +508,13 @@ class LinearMixer(Mixer):
         linear: LinearState | None = None,
         maximum: Tensor | None = None,
     ) -> MixerState:
-        """Return the state of these tokens and of the pairs that the cache holds."""
+        """Return the state of these tokens and of the cached pairs."""
         slots = keep_slots(tokens, layout, self.span, batch, cached)
         position = None if cached is None else cached["position"]
         return MixerState(slots, TokenCounts(layout.count.expand(batch).clone()), linear, maximum, position)
 
     def _exact_state(self, tokens: Tokens, layout: SequenceLayout, state: MixerState | None, batch: int) -> MixerState:
-        """Return the state after these tokens, behind those of `state`, where nothing enters a linear state."""
+        """Return the state after `tokens`, which begin with those of `state`, without a linear state."""
         cached = None
         if self.config.cache is not None:
             cached = cache_after(self.config, self.scorer, tokens, layout, state)
@@ -550,7 +550,7 @@ class LinearMixer(Mixer):
 
 
 def _skipped_steps(slots: Tokens, context: StepContext) -> dict[str, Any]:
-    """Return summed log decays of the steps within the window, by which no key below it has decayed yet."""
+    """Return summed log decays of the window's steps, which the linear state does not include yet."""
     skipped: dict[str, Tensor] = {}
     for axis in ("k", "v"):
         steps = slots.get(f"log_decay_{axis}")
@@ -561,12 +561,12 @@ def _skipped_steps(slots: Tokens, context: StepContext) -> dict[str, Any]:
 
 
 def behind(before: Tokens, tokens: Tokens) -> Tokens:
-    """Return tokens behind those before."""
+    """Return the tokens `before` followed by `tokens`."""
     return {name: torch.cat([in_dtype(before[name], x.dtype), x], dim=2) for name, x in tokens.items()}
 
 
 def without_lost(linear: Partial, lost: Bool[Tensor, "B H T"] | None) -> Partial:
-    """Zero the sums that are `lost` because they underflowed. Overwrites them where no gradient is wanted."""
+    """Return the sums with 0 for `lost` ones, which underflowed. Overwrites them unless they require gradients."""
     if lost is None:
         return linear
     num, den = linear.num, linear.den
@@ -578,9 +578,9 @@ def without_lost(linear: Partial, lost: Bool[Tensor, "B H T"] | None) -> Partial
 
 
 def learnable(linear: Partial) -> Partial:
-    """Return the sums, with no gradient where they are small in a scale in which they should be 1.
+    """Return the sums without gradients where den, which should be about 1 in this scale, is small.
 
-    Keys whose features are next to the least number of the dtype have gradients next to its greatest, or beyond it.
+    Key features that almost underflow have gradients that almost overflow, or do.
     """
     none = linear.den.detach() < LEAST_LEARNED
     num = torch.where(none[..., None], linear.num.detach(), linear.num)

@@ -26,8 +26,10 @@ from linearize.ops.partial import Partial, accumulation_dtype
 class LinearFeatures(NamedTuple):
     """The inputs of the linear part, for whole documents.
 
-    `tokens` are the mixer's slots. `phi_q` is what is read and `phi_k` what is written to the state; `log_scale` is the
-    logarithm that a query's weights are relative to, 0 where the mixer's combination does not ask for it.
+    Attributes:
+        tokens: the mixer's slots.
+        phi_q, phi_k: features of queries, and of keys as they are written to the state.
+        log_scale: logarithm of the factor by which a query's weights were divided; 0 if the combination ignores it.
     """
 
     tokens: Tokens
@@ -37,14 +39,14 @@ class LinearFeatures(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """A feature map for queries and keys, and how sums over keys become outputs. Subclasses set the parts they have.
+    """Base class of mixers: a feature map, a normalizer and a combination. Subclasses set the parts that they have.
 
     Attributes:
         causal: whether a query's keys are those up to its own; else all of its document.
-        feature_map, gate, delta: None where the config names none.
+        feature_map, gate, delta: None if the config names none.
         exponential: whether there is a map whose features are exponentials.
-        scale: what phi_q . phi_k is multiplied by.
-        kernel: phi_q . phi_k in closed form where this mixer can use it; its features are then made by the ops.
+        scale: factor of phi_q . phi_k.
+        kernel: phi_q . phi_k in closed form; the ops then make the features. None: this mixer uses no closed form.
         state_heads: Hs, heads of the linear part's state.
     """
 
@@ -66,7 +68,7 @@ class Mixer(nn.Module, ABC):
         self.exponential = self.feature_map is not None and self.feature_map.exponential
 
     def parts(self) -> Iterator[tuple[tuple[int, ...], Mixer]]:
-        """KV heads and mixer of each group of heads; here one of all."""
+        """Yield the KV heads and the mixer of each group of heads; here one group of all heads."""
         yield tuple(range(self.shape.num_kv_heads)), self
 
     def reset_parameters(self) -> None:
@@ -77,7 +79,7 @@ class Mixer(nn.Module, ABC):
 
     @property
     def span(self) -> Span:
-        """Return which keys of a query the window reads, and which the linear part."""
+        """Return the config's span, which divides a query's keys between the window and the linear part."""
         return self.config.span
 
     @property
@@ -92,25 +94,26 @@ class Mixer(nn.Module, ABC):
 
     @property
     def in_any_scale(self) -> bool:
-        """Return whether a query's features are exponentials, any factor of which cancels."""
+        """Return whether a query's features are exponentials whose common factor cancels."""
         return self.exponential and self.config.any_scale
 
     @abstractmethod
     def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
-        """Outputs for whole documents. `layout` None: one full document per row."""
+        """Return outputs for whole documents. `layout` None: one full document per row."""
 
     @abstractmethod
     def partials(self, inputs: AttnInputs, layout: SequenceLayout) -> tuple[Partial | None, Partial | None]:
-        """The window's part and the linear one of whole documents, None where there is none: what is combined to y."""
+        """Return the partials of window and linear part for whole documents, None for a missing part."""
 
     @abstractmethod
     def linear_features(self, inputs: AttnInputs, layout: SequenceLayout) -> LinearFeatures:
-        """Features of all tokens, where there is a linear part; to be called outside autocast, with
-        `inputs.accumulated()`.
+        """Return features of all tokens; there must be a linear part.
+
+        Call it outside autocast, with `inputs.accumulated()`.
         """
 
     def normalized(self, linear: Partial, inputs: AttnInputs) -> Float[Tensor, "B H T D"]:
-        """The linear part's own output, from its sums, which may be overwritten where no gradient is wanted."""
+        """Return the linear part's own output from its sums, which may be overwritten unless they require gradients."""
         assert self.feature_map is not None
         return self.normalizer(linear, inputs, self.feature_map.min_denominator(linear.den.dtype))
 
@@ -122,9 +125,10 @@ class Mixer(nn.Module, ABC):
     def query_features(
         self, inputs: AttnInputs, position: Int[Tensor, "#B T"], den: Float[Tensor, "B H T"] | None = None
     ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
-        """phi_q, or what `kernel` makes it of; and for an exponential map the logarithm that it is relative to.
+        """Return phi_q, or the inputs of `kernel`; and for an exponential map the logarithm of its divisor, else None.
 
-        `den`: what the weights of these same features sum to, to have them in a scale where that is 1 (`in_any_scale`).
+        `den`: sums of the weights of these features; with them, the returned features are scaled so that these sums
+        become about 1 (`in_any_scale`).
         """
         assert self.feature_map is not None
         rotation = self.feature_map.config.rotation
@@ -148,7 +152,7 @@ class Mixer(nn.Module, ABC):
     def scaled_queries(
         self, inputs: AttnInputs, position: Int[Tensor, "#B T"], sums: Callable[[Tensor], Tensor]
     ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
-        """The `query_features`, in a scale whose sums have gradients; `sums` gives the `den` of such features."""
+        """Return `query_features`, scaled so that gradients of their sums are finite; `sums` maps features to den."""
         phi_q, log_scale = self.query_features(inputs, position)
         if self.in_any_scale and torch.is_grad_enabled():
             den = sums(phi_q)
@@ -157,9 +161,9 @@ class Mixer(nn.Module, ABC):
         return phi_q, log_scale
 
     def too_small(self, den: Float[Tensor, "B H T"], position: Int[Tensor, "#B T"]) -> bool:
-        """Return whether a sum is so small that its gradient is too large a factor for features that it hardly holds.
+        """Return whether any sum is so small that gradients through it may overflow.
 
-        Features in a scale where it is 1 (`in_any_scale`) do not have that.
+        Features in a scale where the sums are about 1 (`in_any_scale`) avoid that.
         """
         if not (self.in_any_scale and den.requires_grad) or den.is_meta:
             return False

@@ -26,13 +26,13 @@ GROWING = ("all_keys", "all_values")  # slots of every token seen
 
 @dataclass(eq=False)
 class TokenCounts:
-    """The number of tokens of its document that each row has seen, and values that follow from it alone.
+    """The number of tokens that each row has seen of its document, and cached values that depend on it alone.
 
-    Layers that have seen the same tokens can share one object, and compute once what they all need.
+    Layers that have seen the same tokens can share one object and its cached values.
 
     Attributes:
-        seen: not to be written to where the object is `shared`.
-        known: what was worked out, by name.
+        seen: must not be written to if the object is `shared`.
+        known: cached values by name.
     """
 
     seen: Int[Tensor, " B"]
@@ -41,7 +41,7 @@ class TokenCounts:
     _next: Callable[[], TokenCounts | None] = field(default=lambda: None, repr=False)  # weak: keeps no later ones
 
     def once(self, name: Any, work: Callable[[Int[Tensor, " B"]], Found]) -> Found:
-        """Return what `work` computes from `seen`, on the first call with this name, which is anything with a hash."""
+        """Return `work(seen)`, computed on the first call with this name (any hashable)."""
         if not self.shared or torch.compiler.is_compiling():
             return work(self.seen)
         if name not in self.known:
@@ -49,11 +49,11 @@ class TokenCounts:
         return self.known[name]
 
     def __reduce__(self) -> tuple[type[TokenCounts], tuple[Any, ...]]:
-        """In a copy or a file, without what was worked out."""
+        """Copy and pickle without cached values."""
         return TokenCounts, (self.seen, self.shared)
 
     def next(self) -> TokenCounts:
-        """After one more token of every row."""
+        """Return the counts after one more token of every row; layers that share this object share the result."""
         if not self.shared or torch.compiler.is_compiling():
             return TokenCounts(self.seen + 1, self.shared)
         found = self._next()
@@ -70,32 +70,32 @@ class State(ABC):
 
     @abstractmethod
     def with_counts(self: AnyState, counts: TokenCounts) -> AnyState:
-        """Return the state with other counts, of the same numbers as its own."""
+        """Return the state with another `TokenCounts` object, which must have the same numbers."""
 
     @abstractmethod
     def named_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state by a name."""
+        """Return every tensor of the state by a name."""
 
     @staticmethod
     def from_named_tensors(named: dict[str, Tensor]) -> State:
-        """The state that has these tensors: of a mixer, or of one for each group of heads (`0.seen`, `1.seen`, ...)."""
+        """Return the state with these tensors: of a mixer, or of a mixer for each group of heads (`0.seen`, ...)."""
         if "0.seen" in named:
             count = 1 + max(int(name.partition(".")[0]) for name in named)
             return HeadwiseState(tuple(MixerState.of(_part(named, f"{index}.")) for index in range(count)))
         return MixerState.of(named)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the state."""
+        """Return every tensor of the state."""
         return list(self.named_tensors().values())
 
     def map(self: AnyState, fn: Callable[[Tensor], Tensor]) -> AnyState:
-        """The state with `fn` applied to every tensor."""
+        """Return the state with `fn` applied to every tensor."""
         return self._renamed({name: fn(x) for name, x in self.named_tensors().items()})
 
     def matrices_in(self: AnyState, dtype: torch.dtype | None) -> AnyState:
-        """The state with S, which is most of it, in `dtype`; None: in the one that it is computed in, that of z.
+        """Return the state with S, its largest part, in `dtype`; None: in the dtype of z, in which S is computed.
 
-        z, one D-th of S, is what S is divided by, and the rest is read as it was written: they stay exact.
+        All other tensors are unchanged, also z, by which outputs are divided.
         """
         named = self.named_tensors()
         for name, x in named.items():
@@ -104,25 +104,25 @@ class State(ABC):
         return self._renamed(named).with_counts(self.counts)
 
     def select(self: AnyState, index: Int[Tensor, " N"]) -> AnyState:
-        """Rows `index` of the batch (beam search, dropping finished rows)."""
+        """Return the rows `index` of the batch (beam search, dropping finished rows)."""
         return self.map(lambda x: x.index_select(0, index.to(x.device)))
 
     def repeat(self: AnyState, repeats: int) -> AnyState:
-        """Every row `repeats` times, side by side."""
+        """Return the state with every row repeated `repeats` times, repetitions adjacent."""
         return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by all tensors."""
+        """Return the bytes of all tensors."""
         return sum(x.numel() * x.element_size() for x in self.tensors())
 
     @property
     def grows(self) -> bool:
-        """Return whether it holds slots of every token seen."""
+        """Return whether the state has slots for every token seen."""
         return any(name.endswith(GROWING) for name in self.named_tensors())
 
     def with_room(self: AnyState, slots: int) -> AnyState:
-        """The state in which every part that grows has room for `slots` tokens, the last ones: of one size forever."""
+        """Return the state with every growing part padded at the front to `slots` tokens, for caches of fixed size."""
         return self._renamed(
             {
                 name: pad(x, (0, 0, slots - x.shape[2], 0)) if name.endswith(GROWING) else x
@@ -141,17 +141,17 @@ class MixerState(State):
     """The tokens of the sinks and the window, the linear part's state, and how many tokens were seen.
 
     All tensors are batch-first and of fixed shape. A token's slot follows from its position (`layout.slots_of`), and
-    `seen` alone says which slots are filled, so padding leaves no trace. Behind the window's S slots are the C slots of
-    a KV cache with eviction: in one tensor, so that a step reads both at once.
+    the filled slots follow from `seen` alone, so padding does not affect the state. The window's S slots are followed
+    by the C slots of a KV cache with eviction in the same tensor, so that one operation reads both.
 
     Attributes:
-        slots: `keys` and `values` [B, G, S + C, D], and what gates and feature maps need of a token that enters the
-            linear state later than it was written (see `LinearMixer`); or `all_keys` and `all_values`, which grow. The
-            `scores` of the window are of keys alone, those of the cache are whole (`EvictionScorer`).
+        slots: `keys` and `values` [B, G, S + C, D], and the tensors that gates and feature maps need when a token
+            enters the linear state (see `LinearMixer`); or `all_keys` and `all_values`, which grow. The `scores` of
+            window slots are of keys alone, those of cache slots are whole (`EvictionScorer`).
         counts: tokens of the document so far, `seen`.
-        linear: S and z of the keys below the window, where there is a linear part.
+        linear: S and z of the keys below the window; None: there is no linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
-        cached_position: of the pairs in the cache, each part with its oldest key first; -1 where a slot is empty.
+        cached_position: of the pairs in the cache, each part with its oldest key first; -1 for empty slots.
     """
 
     slots: Tokens
@@ -162,14 +162,14 @@ class MixerState(State):
 
     @property
     def seen(self) -> Int[Tensor, " B"]:
-        """Tokens of the document so far."""
+        """Return the number of tokens of each row's document so far."""
         return self.counts.seen
 
     def with_counts(self, counts: TokenCounts) -> MixerState:
         return replace(self, counts=counts)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state by a name, that of its field: `slots.keys`, `seen`, `linear.S` and so on."""
+        """Return every tensor of the state by the name of its field: `slots.keys`, `seen`, `linear.S` and so on."""
         named = {f"slots.{name}": x for name, x in self.slots.items()} | {"seen": self.seen}
         if self.linear is not None:
             named |= {f"linear.{name}": x for name, x in self.linear.named_tensors().items()}
@@ -178,7 +178,7 @@ class MixerState(State):
 
     @classmethod
     def of(cls, named: dict[str, Tensor]) -> MixerState:
-        """The state that has these tensors."""
+        """Return the state with these tensors (`named_tensors`)."""
         linear = _part(named, "linear.")
         summed = LinearState(**linear) if linear else None
         counts, maximum, position = TokenCounts(named["seen"]), named.get("maximum"), named.get("cached_position")
@@ -199,7 +199,7 @@ class MixerState(State):
 
 @dataclass(frozen=True)
 class HeadwiseState(State):
-    """The states of the mixers that a layer's heads are divided among."""
+    """The states of a layer's mixers, one for each group of heads."""
 
     parts: tuple[MixerState, ...]
 
@@ -211,7 +211,7 @@ class HeadwiseState(State):
         return HeadwiseState(tuple(part.with_counts(counts) for part in self.parts))
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Those of each part, behind its number: `0.slots.keys`."""
+        """Return the tensors of each part, prefixed by its number: `0.slots.keys`."""
         return {f"{i}.{name}": x for i, part in enumerate(self.parts) for name, x in part.named_tensors().items()}
 
 
@@ -220,10 +220,7 @@ def _part(named: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def keep_slots(slots: Tokens, layout: SequenceLayout, span: Span, batch: int, cached: Tokens | None = None) -> Tokens:
-    """Return what later queries can still see: each row's sinks and last tokens, in their slots, zero elsewhere.
-
-    Behind the slots are the pairs that a cache holds, `cached`.
-    """
+    """Return each row's sinks and last tokens in their slots, zero elsewhere; the pairs in the cache follow them."""
     cached = {} if cached is None else cached
     if layout.uniform:
         rows = {name: x if len(x) == batch else x.expand(batch, -1, -1, -1) for name, x in slots.items()}
@@ -243,7 +240,7 @@ def keep_slots(slots: Tokens, layout: SequenceLayout, span: Span, batch: int, ca
 def _of_whole_rows(
     x: Float[Tensor, "B h T X"], span: Span, cached: Float[Tensor, "B h C X"] | None
 ) -> Float[Tensor, "B h S_and_C X"]:
-    """Return what `keep_slots` takes of whole rows; a copy, which does not hold on to them."""
+    """Return `keep_slots` of uniform rows as a copy, which does not keep their memory alive."""
     length, sinks, context = x.shape[2], span.sinks, span.context
     if context and length >= sinks + context:
         first = length - length % context  # the token in the ring's first slot
@@ -254,7 +251,7 @@ def _of_whole_rows(
 
 
 def _of_short_rows(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
-    """Return all tokens in their slots; the others are 0."""
+    """Return all tokens in their slots; other slots are 0."""
     slots = slots_of(torch.arange(x.shape[2], device=x.device), span)
     kept = x.new_zeros(*x.shape[:2], span.sinks + span.context, x.shape[3])
     return kept.index_copy(2, slots, x) if span.context else kept

@@ -1,7 +1,6 @@
-"""Normalizers of the linear part's sums: configs, and the module of each.
+"""Modules that normalize the linear part's sums, by config. H query heads, D head dimension.
 
-Only the linear part is normalised here, so that a window that holds every key stays exact softmax. H query heads, D
-head dimension.
+They leave the window alone, so that a window with every key is exactly softmax.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from linearize.ops.partial import Partial
 
 
 class NoParameters(nn.Module):
-    """A part without anything to learn."""
+    """A part without parameters."""
 
     def __init__(self, config: Any, shape: LayerShape) -> None:
         super().__init__()
         self.config = config
 
     def reset_parameters(self) -> None:
-        """Nothing to set."""
+        """Do nothing: there are no parameters."""
 
 
 def divided(num: Float[Tensor, "B H T D"], den: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T D"]:
-    """num / den, in place where no gradient is wanted: fresh memory can cost as much as the division."""
+    """Return num / den, in place unless a gradient is wanted: fresh memory can cost as much as the division."""
     return num / den[..., None] if num.requires_grad or den.requires_grad else num.div_(den[..., None])
 
 
 class SumNorm(NoParameters):
     def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
         den = linear.den.clamp_min(min_denominator)
-        if den.requires_grad:  # where there is no key, 0 / 1: that of a quotient by the least denominator is too large
+        if den.requires_grad:  # without keys 0 / 1: the gradient of 0 / min_denominator would be too large
             den = torch.where(linear.den == 0, 1, den)
         return divided(linear.num, den)
 
@@ -82,7 +81,7 @@ class RmsNorm(nn.Module):
 
 
 def _over_root_mean_square(x: Float[Tensor, "B H T D"], eps: float) -> Float[Tensor, "B H T D"]:
-    """x / sqrt(mean x^2 + eps), by way of x over its greatest value: unnormalised sums can be too large to square."""
+    """Return x / sqrt(mean x^2 + eps), dividing x by its greatest value first, since its squares could overflow."""
     greatest = x.detach().abs().amax(-1, keepdim=True).clamp_min(1)
     x = x / greatest
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps / greatest.square())

@@ -1,4 +1,4 @@
-"""Taking tokens back: a state from before the last ones, and what the mixer was fed since."""
+"""Take tokens back: keep a state from before the last tokens, and the inputs of the mixer since."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import State
 from linearize.ops.layout import SequenceLayout
 
-RECORDED = 512  # tokens that can be taken back, at the least; assistants propose some tens at a time
+RECORDED = 512  # the least number of tokens that can be taken back; assistants propose some tens at a time
 
 
 @dataclass(frozen=True)
 class Call:
     """The inputs of `mixer` in one call."""
 
-    mixer: Any  # a LinearMixer, or what has its `step`
+    mixer: Any  # a LinearMixer, or an object with its `step` and `absorb`
     inputs: AttnInputs
     layout: SequenceLayout | None
 
@@ -29,7 +29,7 @@ class Call:
         return self.inputs.q.shape[2]
 
     def tokens(self, start: int, stop: int) -> Call:
-        """A part of the call's tokens, in storage of its own."""
+        """Return a copy of a part of the call's tokens."""
         layout = (
             None if self.layout is None else SequenceLayout.from_valid(self.layout.key_position[:, start:stop] >= 0)
         )
@@ -57,10 +57,9 @@ class Replay:
 class Recording:
     """The last tokens of one layer, at least `RECORDED` of them, so that they can be taken back exactly.
 
-    No state can be turned back: a token that was added to it cannot be told from the others. So an earlier state is
-    kept beside the inputs of the tokens since, and those that stay are fed to it once more, q, k, v and all, whatever
-    the mixer makes of them. Only the last two such states are kept: memory does not grow with the tokens. A copy starts
-    with nothing recorded.
+    A token cannot be subtracted from a state. So an earlier state is kept with the inputs of all tokens since, and the
+    tokens that stay are computed again from there. Only the last two such states are kept, so memory does not grow with
+    the tokens. A copy starts with no recorded tokens.
     """
 
     def __init__(self) -> None:
@@ -71,13 +70,13 @@ class Recording:
 
     @property
     def length(self) -> int:
-        """Tokens that can be taken back."""
+        """Return the number of tokens that can be taken back."""
         return sum(replay.length for replay in self.replays)
 
     def step(
         self, mixer: Any, inputs: AttnInputs, state: State | None, layout: SequenceLayout | None
     ) -> tuple[Float[Tensor, "B H T D"], State]:
-        """As `mixer.step`, and recorded: of a long prompt its end."""
+        """Return `mixer.step`, and record these tokens; of a long prompt only the last ones."""
         call = Call(mixer, inputs, layout)
         if call.length <= RECORDED:
             return self._recorded(call, state)
@@ -88,7 +87,7 @@ class Recording:
         return torch.cat([head, tail], dim=2), state
 
     def absorb(self, mixer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> State:
-        """Return the state of `step` after the first tokens, without their outputs, and record them likewise."""
+        """Return the state after the first tokens of a document, without outputs, and record them as `step` does."""
         call, cut = Call(mixer, inputs, layout), max(0, inputs.q.shape[2] - RECORDED)
         state = call.tokens(0, cut).absorb(None) if cut else None
         call = call.tokens(cut, call.length) if cut else call
@@ -106,7 +105,7 @@ class Recording:
         self.replays[-1].calls.append(call)
 
     def take_back(self, tokens: int) -> State | None:
-        """The state without the last `tokens` tokens, from 1 to `length`; nothing else can be taken back after that."""
+        """Return the state without the last `tokens` tokens (1 to `length`); no more can be taken back after that."""
         assert 0 < tokens <= self.length
         stay, replay = self.length - tokens, self.replays[0]
         if stay >= replay.length:

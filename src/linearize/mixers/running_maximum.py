@@ -1,7 +1,7 @@
-"""The running maximum that makes exponential key maps safe (ReGLA eq. 12, made causal).
+"""The running maximum that keeps exponential key maps from overflowing (ReGLA eq. 12, made causal).
 
 A key's features are exp(e - m) with m the maximum of the logarithms e over features and over the document so far. When
-m grows, everything written before counts less: a decay exp(m_{t-1} - m_t) per step, which the ops apply like any other.
+m grows, earlier keys are rescaled by a decay exp(m_{t-1} - m_t) of the step, which the ops apply like any other decay.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from linearize.ops.layout import SequenceLayout
 def running_maximum(
     top: Float[Tensor, "B Hk T"], layout: SequenceLayout, before: Float[Tensor, "B Hk"] | None
 ) -> tuple[Float[Tensor, "B Hk T"], Float[Tensor, "B Hk T"], Float[Tensor, "B Hk"]]:
-    """(m_t, the log decay m_{t-1} - m_t, m after the last token) of each row's documents; differentiable.
+    """Return (m_t, the log decay m_{t-1} - m_t, m after the last token) of each row's documents; differentiable.
 
     Args:
         top: the greatest logarithm of each token's key.
         layout: of these tokens alone, without context.
-        before: m of the carried document, which document 0 goes on with; -inf where nothing was seen.
+        before: m of the carried document, which document 0 continues; -inf before its first token.
     """
     if before is None:
         before = top.new_full(top.shape[:2], -torch.inf)
     before = before.to(top.dtype)
     if layout.uniform:
         m = torch.cat([before[..., None], top], dim=2).cummax(2).values
-        # A copy: the state should not hold on to all of m.
+        # The copy lets the memory of the whole m be freed.
         return _finite(m[..., 1:]), _steps(m[..., :-1], m[..., 1:]), m[..., -1].clone()
     valid, document = (layout.key_position >= 0)[:, None], layout.key_document[:, None].expand(len(top), -1, -1)
     top = top.masked_fill(~valid, -torch.inf)
@@ -43,7 +43,10 @@ def running_maximum(
 
 
 def _last_greatest(top: Tensor, document: Tensor) -> Tensor:
-    """Where the maximum of each token's document so far is: documents stacked one above the other, then one cummax."""
+    """Return the index of the maximum of each token's document so far.
+
+    Documents get offsets that make later ones larger than earlier ones, so that one cummax serves all.
+    """
     finite = torch.where(top == -torch.inf, 0, top.detach()).double()
     height = finite.amax() - finite.amin() + 1
     stacked = torch.where(top == -torch.inf, -torch.inf, finite) + document * height
@@ -51,13 +54,13 @@ def _last_greatest(top: Tensor, document: Tensor) -> Tensor:
 
 
 def _of_document(m: Tensor, top: Tensor, document: Tensor) -> Tensor:
-    """Return whether a document has had a token yet: before that, the index points into the document before."""
+    """Return whether a document has a token so far; before, `_last_greatest` is an index of an earlier document."""
     seen = torch.where(top == -torch.inf, -1, document).cummax(2).values
     return (seen == document) & (m > -torch.inf)
 
 
 def _steps(earlier: Tensor, later: Tensor) -> Tensor:
-    """m_{t-1} - m_t, never positive, and 0 where there is no m_{t-1}."""
+    """Return m_{t-1} - m_t, never positive, and 0 where there is no m_{t-1}."""
     there = earlier > -torch.inf
     return torch.where(there, torch.where(there, earlier, 0) - _finite(later), 0).clamp_max(0)
 

@@ -60,12 +60,12 @@ FEATURE_MAPS: dict[type[FeatureMapConfig], Callable[[Any, LayerShape], FeatureMa
 def register_feature_map(config: type[AnyMapConfig], module: Callable[[AnyMapConfig, LayerShape], FeatureMap]) -> None:
     """Add a feature map of your own, which recipes, plans and checkpoints then name by its `type`.
 
-    Its chunked and recurrent forms, cache, checkpoints and costs follow from what both say of themselves. A model that
-    has it is read where it has been registered before.
+    Its chunked and recurrent forms, cache, checkpoints and costs need no further code. Register it before you load a
+    model that has it.
 
     Args:
         config: a `FeatureMapConfig` with a field `type: Literal["your name"] = "your name"`.
-        module: makes its `FeatureMap` of the config and the layer's sizes; mostly the class.
+        module: makes its `FeatureMap` from the config and the layer's sizes; usually the class.
 
     Raises:
         ValueError: another map has this `type`.
@@ -75,6 +75,6 @@ def register_feature_map(config: type[AnyMapConfig], module: Callable[[AnyMapCon
         raise ValueError(f"feature_map: expected a type of its own, found {name!r}, which is there already")
     FEATURE_MAP_CONFIGS.append(config)
     FEATURE_MAPS[config] = module
-    # In the order of definition, so that what holds a mixer's config is made again after it.
+    # In the order of definition, so that classes with a mixer's config as a field are rebuilt after it.
     for data in Config.__subclasses__():
         data.model_rebuild(force=True)

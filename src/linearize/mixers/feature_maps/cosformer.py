@@ -1,4 +1,4 @@
-"""cosFormer's map: positions as angles of a quarter turn."""
+"""cosFormer's map: relu features times cosine and sine of the position, scaled to a quarter turn."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Dpfp(Symmetric):
         self.nu = config.nu
 
     def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
-        # r behind a part of itself, long enough that r rolled by up to nu is a slice.
+        # r preceded by a part of itself, so that r rolled by up to nu is a slice.
         twice = [x, -x] * 2
         r = torch.cat(twice[1:] if self.nu <= x.shape[-1] else twice, dim=-1).relu_()
         n = 2 * x.shape[-1]

@@ -1,4 +1,4 @@
-"""Maps behind a learned projection x W + b: of T2R (and SUPRA), Hedgehog (and LoLCATs), LOLCAT and ReGLA."""
+"""Maps with a learned projection x W + b: T2R (and SUPRA), Hedgehog (and LoLCATs), LOLCAT and ReGLA."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MIN_FEATURE = 1e-12  # LoLCATs' clamp
 
 
 class Learned(FeatureMap, Generic[AnyLearnedMap]):
-    """phi(x) = f(x W + b), W per query head, per KV head or one over all heads side by side.
+    """phi(x) = f(x W + b), with W per query head, per KV head, or one for all heads concatenated.
 
     Weights are [matrices, inputs, outputs]. Tied maps have no key weights; keys use those of the queries.
     """
 
     config: AnyLearnedMap
 
-    accumulates = False  # `_features` may have a kernel that reads x as it is
+    accumulates = False  # `_features` may have a kernel that reads x in its own dtype
 
     def __init__(self, config: AnyLearnedMap, shape: LayerShape) -> None:
         super().__init__(config, shape)
@@ -43,9 +43,10 @@ class Learned(FeatureMap, Generic[AnyLearnedMap]):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As `init` says. The query map starts as a copy of the key map, unless that is wider or narrower.
+        """Initialise weights as the config's `init` says.
 
-        Query heads that share a key map start from the same one.
+        The query map starts as a copy of the key map, unless their sizes differ. Query heads that share a key map start
+        from the same one.
         """
         self._initialise(self.query_weight, self.query_bias)
         if self.key_weight is None:
@@ -96,16 +97,16 @@ class Learned(FeatureMap, Generic[AnyLearnedMap]):
             y = x.transpose(1, 2).flatten(2) @ weight[0]
             y = y if bias is None else y.add_(bias[0])
             return y.unflatten(-1, (heads, -1)).transpose(1, 2)
-        # Query heads of a group share its keys, and where the map is tied, its weights.
+        # Query heads of a group share its keys and, if the map is tied, its weights.
         heads = max(x.shape[1], weight.shape[0])
         x, weight = repeat_kv(x, heads), _repeat(weight, heads)
-        # Of one row in half as many operations.
+        # torch.bmm on a single row takes half as many operations.
         y = torch.bmm(x.view(x.shape[1:]), weight)[None] if len(x) == 1 else x @ weight
         return y if bias is None else y.add_(_repeat(bias, heads)[:, None])
 
     @abstractmethod
     def _activate(self, y: Float[Tensor, "B h T N"]) -> Float[Tensor, "B h T F"]:
-        """Features, or logarithms, from the projection, which may be overwritten."""
+        """Return features, or logarithms, from the projection, which may be overwritten."""
 
 
 def _empty(shape: tuple[int, ...]) -> nn.Parameter:
@@ -113,7 +114,7 @@ def _empty(shape: tuple[int, ...]) -> nn.Parameter:
 
 
 def _repeat(weight: Tensor, heads: int) -> Tensor:
-    """Each matrix, or bias, once for every head that shares it."""
+    """Repeat each matrix, or bias, for every head that shares it."""
     return weight if weight.shape[0] == heads else weight.repeat_interleave(heads // len(weight), dim=0)
 
 
@@ -129,7 +130,7 @@ class Lolcat(Learned[LolcatMap]):
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T N"]:
-        # One product with W + 1 instead of a product and a sum: as exact, since the sum would be rounded too.
+        # One product with W + 1 instead of a product and a sum. It is as exact, since the sum would be rounded too.
         one = torch.eye(weight.shape[1], dtype=x.dtype, device=x.device)
         return super()._project(x, weight.to(x.dtype) + one, bias)
 
@@ -162,7 +163,7 @@ class Hedgehog(Learned[HedgehogMap]):
         if x.shape[2] == 1:
             y = super()._project(x, weight, bias)
             return torch.cat([y, -y], dim=3).view(*y.shape[:3], 2, -1)
-        # Of many tokens both signs come from one product: twice the columns cost less than to join two results.
+        # For many tokens, one product with both signs costs less than concatenating two results.
         heads = x.shape[1] if self.config.per == "model" else 1
         bias = None if bias is None else _both_signs(bias, heads)
         return super()._project(x, _both_signs(weight, heads), bias).unflatten(-1, (2, -1))
@@ -179,7 +180,7 @@ def as_it_is(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
 
 
 def _both_signs(x: Float[Tensor, "*shape O"], heads: int) -> Float[Tensor, "*shape N"]:
-    """Per head the columns, then their negatives."""
+    """Return, for each head, the columns followed by their negatives."""
     x = x.unflatten(-1, (heads, -1))
     return torch.stack([x, -x], dim=-2).flatten(-3)
 

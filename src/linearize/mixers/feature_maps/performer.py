@@ -14,9 +14,9 @@ from linearize.mixers.feature_maps.base import FeatureMap
 
 
 class Performer(FeatureMap):
-    """W [F, D] is the same for all heads, queries and keys.
+    """Positive random features with one W [F, D] for all heads, queries and keys.
 
-    Its blocks of orthogonal rows, the last one cut off, have the norms of normal vectors.
+    W has blocks of D orthogonal rows (the last block may have fewer) with the norms of normal vectors.
     """
 
     weight: Tensor
@@ -31,7 +31,7 @@ class Performer(FeatureMap):
         """Draw W."""
         m, D = self.weight.shape
         Q, R = torch.linalg.qr(torch.randn(-(-m // D), D, D, device=self.weight.device))
-        # Without the signs Q is not uniform over rotations, and the features would not be free of bias.
+        # Without the signs Q is not uniform over rotations, and the features are biased.
         Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None]
         norms = torch.randn(m, D, device=self.weight.device).norm(dim=1, keepdim=True)
         self.weight.copy_(Q.flatten(0, 1)[:m] * norms)
@@ -43,8 +43,8 @@ class Performer(FeatureMap):
         return -(x.square().sum(-1) * (x.shape[-1] ** -0.5 / 2) + math.log(self.feature_dim) / 2)
 
     def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B G K F"]:
-        # Keys are weighed against each other by |x'|^2 / 2, which reaches 1e9 for inputs of 1e4, where fp32 numbers lie
-        # 64 apart; for inputs of 1e3 still 0.5.
+        # |x'|^2 / 2 decides the relative weights of keys. It reaches 1e9 for inputs of 1e4, where adjacent fp32 numbers
+        # differ by 64; for inputs of 1e3 they differ by 0.5.
         x = x.double()
         logs = self._queries(x, position)
         half_square = x.square().sum(-1, keepdim=True) * (x.shape[-1] ** -0.5 / 2)

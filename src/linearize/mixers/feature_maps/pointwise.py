@@ -1,4 +1,4 @@
-"""Maps of one number at a time: identity, silu, elu + 1, relu, exp. F = D."""
+"""Elementwise maps: identity, silu, elu + 1, relu, exp. F = D."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from linearize.mixers.feature_maps.base import FeatureMap
 
 
 class Rfa(FeatureMap):
-    """The normal numbers [G, F/2, D] are fixed and sigma [G] learned, both per KV head."""
+    """Random Fourier features: normal numbers [G, F/2, D] are fixed and sigma [G] is learned, both per KV head."""
 
     weight: Tensor
 
@@ -29,7 +29,7 @@ class Rfa(FeatureMap):
         self.weight.normal_()
 
     def min_denominator(self, dtype: torch.dtype) -> float:
-        """1, as in the paper's code: the kernel can be negative."""
+        """Return 1, as in the paper's code: the kernel can be negative."""
         return 1.0
 
     def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B G K F"]:

@@ -14,7 +14,7 @@ from linearize.ops.kernel import Kernel
 
 
 class TaylorKernel(Kernel):
-    """1 + u + u^2 / 2 > 0; of X inputs the features are the (X + 1)(X + 2) / 2 products of pairs of (1, x)."""
+    """f(u) = 1 + u + u^2 / 2 > 0. The features of X inputs are the (X + 1)(X + 2) / 2 products of pairs of (1, x)."""
 
     def features(self, x: Float[Tensor, "*shape X"]) -> Float[Tensor, "*shape F"]:
         return _PairProducts.apply(_with_one(x))
@@ -34,32 +34,32 @@ def _with_one(x: Float[Tensor, "*shape X"]) -> Float[Tensor, "*shape n"]:
 
 
 def _pairs(y: Float[Tensor, "*shape n"]) -> tuple[int, int, Float[Tensor, "*shape m"]]:
-    """n; for how many j all pairs are there once; and y twice, so that y moved by j places is a slice."""
+    """Return n, the number of shifts j that yield all pairs, and y concatenated twice: y shifted by j is a slice."""
     return y.shape[-1], y.shape[-1] // 2 + 1, torch.cat([y, y], dim=-1)
 
 
 def _square_weights(y: Float[Tensor, "*shape n"]) -> Float[Tensor, " n"]:
-    """Factors of the squares of (1, x): 1, and 2^-1/2 where the pair (i, i) stands for x_i^2 / 2 in the kernel."""
+    """Return factors of the squares of (1, x): 1 for the constant, 2^-1/2 for x_i^2, which is halved in the kernel."""
     weights = y.new_full(y.shape[-1:], 0.5**0.5)
     weights[0] = 1
     return weights
 
 
 class _PairProducts(torch.autograd.Function):
-    """y_i y_i+j (indices modulo n) for j = 0 .. n / 2: every pair once. y [..., n] -> [..., n (n + 1) / 2].
+    """Compute y_i y_i+j (indices modulo n) for j = 0 .. n / 2: every pair once. y [..., n] -> [..., n (n + 1) / 2].
 
-    All at once, into their place, and back without a tensor for each pair: autograd takes five times as long.
+    Both passes use one product for many pairs: autograd takes five times as long.
     """
 
     @staticmethod
     def forward(ctx: Any, y: Float[Tensor, "*shape n"]) -> Float[Tensor, "*shape F"]:
         ctx.save_for_backward(y)
         n, rows, twice = _pairs(y)
-        # Left to itself the product would be laid out j first, because of the overlap.
+        # Without `out`, torch would store the product with j as the first axis, because of the overlap.
         phi = y.new_empty(*y.shape[:-1], rows, n)
         torch.mul(y[..., None, :], twice.unfold(-1, n, 1)[..., :rows, :], out=phi)
         phi[..., 0, :].mul_(_square_weights(y))
-        # Of an even n the last row has every pair twice.
+        # For even n the last row has every pair twice.
         return phi.flatten(-2)[..., : n * (n + 1) // 2]
 
     @staticmethod
@@ -87,12 +87,12 @@ _KERNEL = TaylorKernel()
 
 
 class Taylor(Symmetric):
-    """Products of pairs of (1, x'), x' = x D^-1/4."""
+    """The map to products of pairs of (1, x'), x' = x D^-1/4."""
 
     kernel = _KERNEL
 
     def kernel_input(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
-        """x'."""
+        """Return x' = x D^-1/4."""
         return accumulated(x) * x.shape[-1] ** -0.25
 
     def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
