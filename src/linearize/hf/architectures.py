@@ -39,16 +39,16 @@ _WINDOW_MASKS = ("sliding_window_causal", "bidirectional_sliding_window")  # fun
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a base model has its parts, as paths to its children.
+    """Paths from a base model to its parts.
 
     Attributes:
-        layers: the list of layers; the module around it is the one that runs them.
+        layers: the list of layers; its parent module runs them.
         embeddings: of tokens and of positions.
-        norm: behind the last layer.
-        rope: what holds the angles of RoPE.
-        entry: what embeddings go through before the first layer, in some models of this kind.
-        exit: likewise behind the norm.
-        multiplier: attribute of the base model by which it scales embeddings.
+        norm: after the last layer.
+        rope: module with the angles of RoPE.
+        entry: module between embeddings and the first layer, in some models of this architecture.
+        exit: module after the norm, in some models of this architecture.
+        multiplier: attribute of the base model that scales embeddings.
     """
 
     layers: str = "layers"
@@ -61,20 +61,19 @@ class Parts:
 
     @property
     def stack(self) -> str:
-        """Path of the module that runs the layers; empty for the base model itself."""
+        """Return the path of the module that runs the layers; empty for the base model itself."""
         return self.layers.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A supported base: its attention class, what its projections are for, its parts.
+    """A supported base model: its attention class, projections and parts.
 
     Attributes:
-        projections: path from the attention module -> which of q, k, v, o it computes; `../` is the module around it.
-        parts: children of the base model: its layers, what comes before and after them, and what holds RoPE's angles;
-            None for encoders, of which nobody wants a few layers alone.
-        forgets_positions: the base makes its causal mask without the positions, which alone tell packed documents
-            apart; see `linearize.hf.layouts.keep_documents_apart`.
+        projections: path from the attention module -> which of q, k, v, o it computes; `../` is the parent module.
+        parts: paths to the base model's parts; None for encoders, which are never split into layers.
+        forgets_positions: the base makes its causal mask without position ids, which separate packed documents; see
+            `linearize.hf.layouts.keep_documents_apart`.
     """
 
     attention: type[nn.Module]
@@ -89,18 +88,18 @@ class Architecture:
 
     @property
     def slides(self) -> bool:
-        """Return True if its layers can have sliding windows. If not, `sliding_window` in a config has no effect."""
+        """Return whether layers can have sliding windows. If not, `sliding_window` in a config has no effect."""
         module = sys.modules[self.attention.__module__]
         return any(hasattr(module, f"create_{mask}_mask") for mask in _WINDOW_MASKS)
 
     @property
     def slides_by_layer(self) -> bool:
-        """Return True if `layer_types` chooses the layers with sliding windows. If not, it has no effect."""
+        """Return whether `layer_types` chooses the layers with sliding windows. If not, it has no effect."""
         return self.slides and "layer_types" in self.attention.__init__.__code__.co_names
 
 
-# The Auto classes by which models are made and loaded; no base has them all. Where two of them make the same
-# class of model, the first is the one that a checkpoint names.
+# The Auto classes that make and load models; no base has them all. If two of them make the same class, checkpoints name
+# the first one.
 DECODER_HEADS = (
     "AutoModel",
     "AutoModelForCausalLM",
@@ -142,7 +141,7 @@ _OPT_PARTS = Parts(
     entry="decoder.project_in",
     exit="decoder.project_out",
 )
-# DINOv2's projections came to be called as ViT's are.
+# Newer versions of transformers name DINOv2's projections like ViT's.
 _OLD_DINOV2: type[nn.Module] | None = getattr(modeling_dinov2, "Dinov2SelfAttention", None)
 _DINOV2 = (modeling_dinov2.Dinov2Attention, _SEPARATE) if _OLD_DINOV2 is None else (_OLD_DINOV2, _BERT)
 
@@ -181,6 +180,6 @@ def architecture_of(model: Any) -> Architecture | None:
 
 
 def drops_soft_cap(config: PreTrainedConfig) -> bool:
-    """Return whether a model drops its logits' soft cap: SDPA has none, and transformers let it pass once."""
+    """Return whether a model's attention ignores its soft cap: SDPA has none, and old transformers do not check."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return capped and config._attn_implementation == "sdpa"

@@ -1,7 +1,7 @@
-"""A converted attention layer: the model's own attention class with only the math between q, k, v and the output new.
+"""Converted attention layers: the model's own attention class with another function of q, k and v.
 
-The private surface of transformers that we rely on (swapping ``module.__class__``, a per-layer config with its own
-``_attn_implementation_internal``) is touched in this file and in `convert`, and nowhere else.
+This file and `convert` alone use private parts of transformers: they replace ``module.__class__`` and give each layer a
+config with its own ``_attn_implementation_internal``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from linearize.ops.layout import SequenceLayout
 IMPLEMENTATION = "linearize"
 CALL = "linearize_call"  # keyword that carries a layer's call to the attention function
 
-# Keyword arguments that reach the attention function and change nothing for it.
+# Keyword arguments that the attention function receives and ignores.
 IGNORED = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch"}
     | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window", "deterministic"}
-    | {"seq_idx"}  # of TRL's packed rows: documents are told apart by their positions, as softmax attention does
+    | {"seq_idx"}  # of TRL's packed rows: positions separate documents, as in softmax attention
     | {"output_router_logits"}
-    | {"tokenizer", "assistant_tokenizer"}  # generate() hands them on to every forward
+    | {"tokenizer", "assistant_tokenizer"}  # generate() passes them to every forward
 )
 
 
@@ -47,8 +47,10 @@ IGNORED = frozenset(
 class Call:
     """Arguments of the attention function besides q, k and v.
 
-    `hidden` [B, T, E] is there for mixers that ask for it; `rope`, each of [B or 1, T, R], where q and k arrive
-    unrotated, because the mixer asks for those; `rotated`, where rotary angles change with the length of the text.
+    Attributes:
+        rotated: length of the text that sets the rotary angles; None: they do not depend on it.
+        hidden: [B, T, E], for mixers that read it, else None.
+        rope: cosines and sines, [B or 1, T, R] each, if q and k are not rotated yet; None: they are.
     """
 
     cache: Any
@@ -62,14 +64,14 @@ Observer = Callable[[nn.Module, AttnInputs, SequenceLayout | None], Tensor]
 
 
 class LinearizedAttention:
-    """Mixed into a model's own attention class; `mixer` is its child module."""
+    """Mixin for a model's own attention class; `mixer` is a child module."""
 
     mixer: Mixer
     softmax_class: Any  # the model's own attention class, the last base
-    bidirectional = False  # an encoder's: every token sees those behind it too
+    bidirectional = False  # of encoders: tokens see later tokens too
     softmax_implementation: str
     observer: Observer | None = None
-    use_rope: bool | int = True  # SmolLM3's own attribute, where a layer does not rotate
+    use_rope: bool | int = True  # SmolLM3's own attribute; false: the layer does not rotate
     unrotated_forward: Callable[..., Any]  # the parent's forward without RoPE
     arguments: tuple[str, ...]  # names of the parent's forward's arguments, in order
     cache_argument: str  # the one of them that is the cache
@@ -82,11 +84,11 @@ class LinearizedAttention:
         cls.cache_argument = "layer_past" if "layer_past" in cls.arguments else "past_key_values"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's forward with the cache kept from it: the mixer carries a state instead of keys and values.
+        """Call the parent's forward without the cache: the mixer carries a state instead of keys and values.
 
-        Where the mixer asks for unrotated q and k, it is the forward without RoPE (`_without_rope`).
+        If the mixer reads unrotated q and k, this is the forward without RoPE (`_without_rope`).
         """
-        if not isinstance(self, LinearizedAttention):  # accelerate calls what was bound before `softmax_attention`
+        if not isinstance(self, LinearizedAttention):  # accelerate calls a method bound before `softmax_attention`
             return type(self).forward(self, *args, **kwargs)
         children = () if torch.compiler.is_compiling() else self.children()  # type: ignore[attr-defined]
         if any("_hf_hook" in vars(child) for child in children):
@@ -103,13 +105,13 @@ class LinearizedAttention:
 
 
 def _without_rope(forward: Any) -> Callable[..., Any]:
-    """Return an attention's `forward` as it is, but for `apply_rotary_pos_emb`, in whose place is `_unrotated`.
+    """Return a copy of an attention's `forward` that calls `_unrotated` in place of `apply_rotary_pos_emb`.
 
-    Its module's name is left out: by that, torch.compile would look for the function in the module, and find another.
+    The copy's globals have no `__name__`, by which torch.compile would find the original function in the module.
 
     Returns:
-        the function; for a forward that does not call `apply_rotary_pos_emb` by this name, one that raises TypeError,
-        because RoPE would be applied twice.
+        the function. If `forward` does not call `apply_rotary_pos_emb` by this name, RoPE would be applied twice; then
+        the returned function raises TypeError.
     """
     if "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return _cannot_leave_rope_out
@@ -143,14 +145,14 @@ def linearized_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function: [B, H, T, D] in, [B, T, H, D] out.
+    """Compute a linearized layer's output [B, T, H, D] from q, k and v [B, H, T, D]: the registered attention function.
 
-    `attention_mask` (4D, built for layers that stay softmax) is not read: padding and documents come with the layout.
-    Attention dropout does not apply, since no attention weights exist.
+    `attention_mask` (4D, built for layers that stay softmax) is ignored: the layout has padding and documents.
+    Attention dropout is ignored, since there are no attention weights.
 
     Raises:
-        ValueError: a keyword argument that would change the result, and that linear attention does not know.
-        UserError: one of continuous batching.
+        ValueError: a keyword argument that would change the result, and that linear attention does not support.
+        UserError: a keyword argument of continuous batching.
     """
     refuse_paged_cache(kwargs)
     call = kwargs.pop(CALL)
@@ -194,19 +196,19 @@ AttentionInterface.register(IMPLEMENTATION, linearized_attention)
 
 
 def _teacher_module(module: Any) -> Any:
-    """The Python module of the attention class that `module` had before it was linearized."""
+    """Return the Python module of the attention class that `module` had before it was linearized."""
     return sys.modules[module.softmax_class.__module__]
 
 
 def layer_of(cache: Any, module: Any) -> LinearizedCacheLayer:
-    """The layer of `cache` that belongs to a linearized attention module."""
+    """Return the layer of `cache` that belongs to a linearized attention module."""
     return cache_layer(cache, module.layer_idx, module.model_config)
 
 
 def _rotate(module: Any, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """RoPE by the function of the layer's own attention, for as many dimensions as have angles.
+    """Return query and key after RoPE by the function of the layer's own attention; dimensions without angles stay.
 
-    Some of these functions leave the others alone by themselves; for Phi's, the attention does.
+    For most architectures this function skips these dimensions itself; for Phi, the attention does.
     """
     rotate, turned = _teacher_module(module).apply_rotary_pos_emb, rope[0].shape[-1]
     if turned == query.shape[-1]:
@@ -224,7 +226,7 @@ def attach(module: Any, mixer: nn.Module, linearized_class: Any, config: Any) ->
     module.config = copy.copy(config)
     module.config._attn_implementation_internal = IMPLEMENTATION
     module.__class__ = linearized_class
-    if "_old_forward" in vars(module):  # what accelerate calls, bound to the class that the module had
+    if "_old_forward" in vars(module):  # accelerate calls it; it is bound to the previous class
         module._old_forward = MethodType(linearized_class.forward, module)
 
 
@@ -236,32 +238,32 @@ def detach(module: Any) -> None:
 
 
 def linearized_layers(model: nn.Module) -> dict[str, Any]:
-    """The converted attention modules of `model`, by name, in order."""
+    """Return the converted attention modules of `model`, by name, in order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearizedAttention)}
 
 
 def mixer_weights(model: nn.Module) -> set[str]:
-    """Names of all that a checkpoint holds of the mixers."""
+    """Return the names of all mixer tensors in a checkpoint of `model`."""
     return {
         f"{name}.mixer.{key}" for name, layer in linearized_layers(model).items() for key in layer.mixer.state_dict()
     }
 
 
 def hide_masks(model: PreTrainedModel, layers: int) -> None:
-    """Where no layer stays softmax, keep transformers from building T x T masks: it builds none for our function."""
+    """Keep transformers from building T x T masks if no layer stays softmax: it builds none for our function."""
     if len(linearized_layers(model)) == layers:
         model.config._attn_implementation_internal = IMPLEMENTATION
 
 
 def unhide_masks(config: Any) -> None:
-    """Undo `hide_masks` on a config that a new model is made from: transformers chooses its implementation anew."""
+    """Undo `hide_masks` on the config of a new model, so that transformers chooses an implementation again."""
     if config._attn_implementation == IMPLEMENTATION:
         config._attn_implementation_internal = None
 
 
 @contextmanager
 def softmax_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within, `model` computes softmax attention exactly as it did before conversion."""
+    """Let `model` compute softmax attention exactly as before conversion, in the `with` block."""
     layers = list(linearized_layers(model).values())
     saved = [(layer.__class__, layer.config) for layer in layers]
     implementation = model.config._attn_implementation_internal
@@ -279,7 +281,7 @@ def softmax_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Within, every converted layer's output is what `observer(layer, inputs, layout)` returns for its q, k, v."""
+    """Replace every converted layer's output by `observer(layer, inputs, layout)` in the `with` block."""
     layers = list(linearized_layers(model).values())
     try:
         for layer in layers:
@@ -292,7 +294,7 @@ def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def replaced_mixers(model: nn.Module, make: Callable[[Any], nn.Module]) -> Iterator[None]:
-    """Within, every converted layer uses `make(its mixer)`: the controls share all other weights."""
+    """Replace every converted layer's mixer by `make(mixer)` in the `with` block. Controls share all other weights."""
     layers = list(linearized_layers(model).values())
     saved = [layer.mixer for layer in layers]
     try:
@@ -307,7 +309,7 @@ def replaced_mixers(model: nn.Module, make: Callable[[Any], nn.Module]) -> Itera
 def softmax_output(module: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
     """Return the output of the layer's original attention for `inputs`, [B, H, T, D], 0 for padding.
 
-    Each document by itself, no T x T mask.
+    Documents are computed one at a time, without a T x T mask.
     """
     if layout is None:
         return _softmax(module, inputs)
@@ -324,9 +326,9 @@ def softmax_output(module: Any, inputs: AttnInputs, layout: SequenceLayout | Non
 
 
 def sliding_window(module: Any) -> int | None:
-    """Return the window of the layer's original attention, the query's own key included; None: no limit.
+    """Return the window of the layer's original attention in tokens, the query's own included; None: no limit.
 
-    A decoder's looks back only, an encoder's to both sides.
+    A decoder's window has earlier tokens only, an encoder's both sides.
     """
     architecture = architecture_of(module)
     if architecture is None or not architecture.slides:
@@ -335,11 +337,11 @@ def sliding_window(module: Any) -> int | None:
 
 
 def _softmax(module: Any, inputs: AttnInputs) -> Tensor:
-    """Softmax outputs of rows that are one document each, without padding."""
+    """Return softmax outputs of rows that are one document each, without padding."""
     implementation, length = module.softmax_implementation, inputs.q.shape[2]
     eager = _teacher_module(module).eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-    # The window of the layer's own sliding attention, if it has one; only masks tell it to eager and sdpa.
+    # The window of the layer's own sliding attention, if it has one; eager and sdpa know it only from masks.
     window = sliding_window(module)
     reach = length if window is None else min(window, length)
     slides = reach < length and (function is eager or implementation == "sdpa")

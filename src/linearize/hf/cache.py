@@ -1,4 +1,4 @@
-"""The cache layer of a linearized layer; nothing else imports ``transformers.cache_utils``."""
+"""Cache layers of linearized layers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from linearize.ops.layout import SequenceLayout
 
 
 class SharedCounts:
-    """The token counts that layers of one cache share while they have seen as many slots.
+    """The token counts that layers of one cache share while they have seen equally many slots.
 
-    What follows from the counts is then computed once for all of them.
+    Tensors that depend on the counts are then computed once for all layers.
     """
 
     def __init__(self) -> None:
         self._length, self._counts = 0, None
 
     def shared(self, state: State, length: int) -> State:
-        """Return the state with the counts of earlier layers that have seen as many slots, else with its own."""
+        """Return the state with the counts of earlier layers that have seen `length` slots too, else with its own."""
         counts: TokenCounts | None = self._counts
         if counts is None or self._length != length or counts.seen.device != state.counts.seen.device:
             self._length, self._counts = length, (counts := state.counts)
@@ -38,15 +38,15 @@ class SharedCounts:
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
-    """Holds one mixer's `State` inside an ordinary transformers `Cache`.
+    """One mixer's `State` inside an ordinary transformers `Cache`.
 
-    Constant in size, but for heads that keep all keys.
+    Its size is constant, except for heads that keep all keys.
     """
 
     is_compileable = True
     is_croppable = False
-    # transformers sizes the masks of softmax layers after the cache's first sliding layer (== True) and its first full
-    # one (== False, or falsy). Neither may be a linearized layer, whose sizes are others.
+    # transformers takes the mask sizes of softmax layers from the cache's first sliding layer (== True) and first full
+    # layer (== False, or falsy). Linearized layers have other sizes, so this is neither.
     is_sliding = "neither"
     supports_early_init = False
 
@@ -54,18 +54,18 @@ class LinearizedCacheLayer(CacheLayerMixin):
         """Make an empty layer.
 
         Args:
-            dtype: of S between steps; None: the one it is computed in, fp32 or, of an fp64 model, fp64.
-            full_prefill: whether the tokens of the first call are read by softmax attention over all of them.
+            dtype: of S between steps; None: the dtype of computation, fp32, or fp64 for an fp64 model.
+            full_prefill: whether the teacher's softmax attention reads the tokens of the first call.
         """
         super().__init__()
         self.dtype, self.full_prefill = dtype, full_prefill
-        self.shared_counts = SharedCounts()  # of its own, unless it stands in a cache
+        self.shared_counts = SharedCounts()  # replaced if the layer is in a cache with others
         self.kept: State | None = None  # in `dtype`
-        self.length: int | Tensor = 0  # slots seen, padding included: what transformers counts positions by
-        # Length of the text by which the keys were rotated, where the angles change with it. It may be more than
-        # `length`: tokens and longer rows of the batch may have been taken away since.
+        self.length: int | Tensor = 0  # slots seen, padding included, as transformers counts positions
+        # Length of the text that set the keys' rotary angles, if these depend on it. It may exceed `length`: tokens and
+        # longer rows of the batch may have been removed since.
         self.rotated: int | None = None
-        self.padded = False  # whether there may be padding among the slots: a step without any needs no look at it
+        self.padded = False  # whether there may be padding among the slots; if not, steps skip the check
         self.recording: Recording | None = None
 
     @property
@@ -76,7 +76,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     @property
     def state(self) -> State | None:
-        """As the mixer reads it."""
+        """Return the state with S in the dtype of computation, as the mixer reads it."""
         return self.kept if self.kept is None or self.dtype is None else self.kept.matrices_in(None)
 
     @state.setter
@@ -88,7 +88,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def step(self, mixer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         """Return the output of `mixer` for more slots, [B, H, T, D], and keep the state after them."""
-        if layout is not None:  # not read here, which would be another graph
+        if layout is not None:  # `padded` is only written here: reading it would make another graph
             self.padded = True
         if self.recording is None:
             y, state = mixer.step(inputs, self.state, layout)
@@ -98,11 +98,11 @@ class LinearizedCacheLayer(CacheLayerMixin):
         return y
 
     def reads_in_full(self, tokens: int) -> bool:
-        """Return whether a call of so many tokens is read by softmax attention, and absorbed afterwards."""
+        """Return whether softmax attention reads a call of this many tokens, and the state absorbs it afterwards."""
         return self.full_prefill and not self.is_initialized and tokens > 1
 
     def absorb(self, mixer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> None:
-        """Go on to the state after the tokens of a first call, whose outputs are made elsewhere."""
+        """Keep the state after the tokens of a first call, without computing their outputs."""
         self.padded = layout is not None
         if self.recording is None:
             state = mixer.absorb(inputs, None, layout)
@@ -111,20 +111,20 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.advance(state, inputs.q.shape[2])
 
     def advance(self, state: State, tokens: int) -> None:
-        """Take the state after `tokens` more slots."""
+        """Keep `state`, the state after `tokens` more slots."""
         assert isinstance(self.length, int)
         self.length, self.is_initialized = self.length + tokens, True
         self.state = self.shared_counts.shared(state, self.length)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the mixer makes the first state."""
+        """Do nothing: the mixer makes the first state."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         raise RuntimeError("a linearized layer keeps a state, not keys and values; its mixer advances it")
 
-    # Tensors as in transformers' layers of fixed size, whose types do not say so.
+    # These return tensors in static layers, as transformers' own do, although the declared types are int.
     def get_seq_length(self) -> int | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.length
 
@@ -138,14 +138,14 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Return the bytes of the state."""
         return 0 if self.kept is None else self.kept.nbytes
 
     def offload(self) -> None:
-        """A constant-size state stays where it is."""
+        """Do nothing: a state of constant size stays on its device."""
 
     def prefetch(self) -> None:
-        """A constant-size state stays where it is."""
+        """Do nothing: a state of constant size stays on its device."""
 
     @property
     def record_past(self) -> bool:
@@ -157,12 +157,12 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.recording = Recording() if wanted else None
 
     def activate_past_recording(self) -> None:
-        """From here on, tokens can be taken back by `crop`."""
+        """Record tokens from now on, so that `crop` can take them back."""
         if self.recording is None:
             self.record_past = True
 
     def _forget(self) -> None:
-        """No token from before this point can be taken back any more."""
+        """Drop recorded tokens and shared counts."""
         self.shared_counts.forget()
         if self.recording is not None:
             self.recording = Recording()
@@ -173,12 +173,12 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self._forget()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Take back -`tokens_to_remove` tokens, exactly: afterwards they have never been there.
+        """Restore the exact state before the last -`tokens_to_remove` tokens.
 
-        A positive number is, as it was in older releases of transformers, how many tokens stay.
+        A positive number is the number of tokens that stay, as in older releases of transformers.
 
         Raises:
-            RuntimeError: so many tokens are not recorded.
+            RuntimeError: fewer tokens are recorded.
         """
         if not self.is_initialized:
             return  # it has seen none
@@ -210,21 +210,21 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
 
 class StaticLinearizedCacheLayer(LinearizedCacheLayer):
-    """Holds one mixer's state inside a static cache: every step's state is written where the last one was.
+    """One mixer's state inside a static cache: every step overwrites the tensors of the previous state.
 
-    So a compiled step is one graph for all tokens, at addresses that CUDA graphs can replay. As in the other layers of
-    a static cache, no token can be taken back.
+    So a compiled step is one graph for all tokens, with fixed addresses that CUDA graphs can replay. As in other layers
+    of a static cache, no token can be taken back.
     """
 
     def __init__(self, dtype: torch.dtype | None, slots: int, *, full_prefill: bool = False) -> None:
-        """`slots`: how many tokens there is room for, in heads that keep all keys."""
+        """Make an empty layer with room for `slots` tokens in heads that keep all keys."""
         super().__init__(dtype, full_prefill=full_prefill)
         self.slots = slots
-        self.length = torch.tensor(0)  # an int would be another graph
+        self.length = torch.tensor(0)  # an int would make another graph for each length
         self.spare: tuple[State, Tensor] | None = None  # after a reset: the state and the length to write to
 
     def _stored(self, state: State) -> State:
-        """It is written to in place, so that values computed from its counts would go stale."""
+        """Return the state in `dtype` with unshared counts: in-place updates would make cached values stale."""
         stored = super()._stored(state)
         return stored.with_counts(TokenCounts(stored.counts.seen, shared=False))
 
@@ -245,7 +245,7 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
         self.length.add_(tokens)
 
     def _start(self, state: State, tokens: int) -> None:
-        """Take the state after the first call: in the tensors of the text before, where there are such."""
+        """Keep the state after the first call, in the tensors of the previous text if they fit."""
         stored = self._stored(state)
         if self.spare is not None and _can_hold(self.spare[0], stored):
             self.kept, self.length = self.spare
@@ -269,11 +269,11 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
         self.is_initialized, self.rotated, self.padded = False, None, False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Asked where no softmax layer is, so that nobody reads the mask: a small one, the same at every step."""
+        """Return the size of a small mask, equal at every step. It is called only if no softmax layer reads masks."""
         return query_length, 0
 
     def activate_past_recording(self) -> None:
-        """Nothing is recorded."""
+        """Do nothing: a static cache records no tokens."""
 
 
 def _can_hold(spare: State, state: State) -> bool:
@@ -291,14 +291,13 @@ def _can_hold(spare: State, state: State) -> bool:
 
 
 def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
-    """The linearized layer `index` of `cache`, put there if the layer is still empty.
+    """Return the linearized layer `index` of `cache`; if the layer there is still empty, replace it first.
 
-    `config` says by its `state_dtype` in what a new layer keeps S between steps, and by its `prefill` how a first call
-    is read.
+    A new layer keeps S between steps in the `state_dtype` of `config`, and reads a first call by its `prefill`.
 
     Raises:
         ValueError: the layer already holds keys and values of a softmax model.
-        UserError: a `state_dtype` or a `prefill` that is none.
+        UserError: an unknown `state_dtype` or `prefill`.
     """
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
@@ -331,7 +330,7 @@ def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
 
 
 def layer_tensors(layer: Any) -> dict[str, Tensor]:
-    """All that a layer has to keep of the tokens seen, by name.
+    """Return the tensors that a layer keeps of the tokens seen, by name; empty before the first token.
 
     Raises:
         UserError: a layer of a static, quantized or other special cache.
@@ -353,16 +352,16 @@ def first_with_state(cache: Cache) -> LinearizedCacheLayer | None:
 
 
 def holds_keys(cache: Any) -> bool:
-    """Return whether softmax layers, too, have seen tokens: what they attend to depends on the mask."""
+    """Return whether softmax layers have seen tokens; they need the mask of these tokens."""
     return any(not isinstance(layer, LinearizedCacheLayer) and layer.get_seq_length() for layer in cache.layers)
 
 
 def fill_layer(layer: Any, tensors: dict[str, Tensor], length: int, rotated: int | None) -> None:
-    """Put `layer_tensors` of a layer that saw `length` slots, and rotated keys so, into an empty one."""
+    """Put `layer_tensors` of a layer that saw `length` slots into an empty layer; `rotated` as in the layer."""
     if isinstance(layer, LinearizedCacheLayer):
         layer.rotated = rotated
         state = State.from_named_tensors(tensors)
-        # It may come from a layer that kept S otherwise.
+        # The tensors may come from a layer with another dtype of S.
         layer.advance(state.matrices_in(None) if layer.dtype is None else state, length)
         layer.padded = bool((state.counts.seen != length).any())
         return
@@ -372,9 +371,10 @@ def fill_layer(layer: Any, tensors: dict[str, Tensor], length: int, rotated: int
 
 
 def same_size_mask(mask: Tensor | None, cache: Cache | None) -> Tensor | None:
-    """The 2D mask [B, past + 1] of one more token as every step of a static cache can share it: one graph for all.
+    """Pad the 2D mask [B, past + 1] of one more token by zeros to the size of a static cache: one graph for all steps.
 
-    Slots to come are 0 in it; None, where no layer of the cache reads masks.
+    Returns None if no layer of the static cache reads masks. Masks of other caches, and with padding in the last slot,
+    are returned unchanged.
     """
     if mask is None or type(cache) is not StaticCache or not bool(mask[:, -1].all()):
         return mask

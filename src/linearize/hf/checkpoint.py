@@ -1,4 +1,4 @@
-"""Reading teachers and writing students as ordinary Hugging Face folders."""
+"""Read teachers and write students as ordinary Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-# From its own module: by its public name, older versions want torchvision for it.
+# Imported from its own module: older versions need torchvision for the public name.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file
@@ -35,17 +35,17 @@ from linearize.hf.strict_loading import load_whole
 
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "tekken.json")
 _TOKENIZER_SETTINGS = ("*token*.json",)
-_GIT_LFS = b"version https://git-lfs"  # how a pointer begins
+_GIT_LFS = b"version https://git-lfs"  # first bytes of a pointer
 _MOST_LAYERS = 10_000
 FLOATS = ("F16", "BF16", "F32", "F64")  # of safetensors
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The contents of a model's ``config.json``: of a local folder, or of a hub id; or what a GGUF file says instead.
+    """Return the contents of a model's ``config.json``, of a local folder or hub id, or the config of a GGUF file.
 
     Raises:
         UserError: no such folder, a folder that is not a model, a hub id that cannot be read, a GGUF file that
-            `gguf_file` or `read_gguf_config` refuses, or what `_refuse_contents` refuses.
+            `gguf_file` or `read_gguf_config` refuses, or contents that `_refuse_contents` refuses.
     """
     folder = Path(model)
     if (gguf := gguf_file(model)) is not None:
@@ -67,12 +67,12 @@ def read_config(model: str) -> dict[str, Any]:
         return config
     if folder.exists():
         raise UserError(f"model: expected a folder, a .gguf file or a hub id, found the file {model!r}")
-    # A hub id is at most two words; where the first is a folder here, nobody means somebody on the hub.
+    # A hub id has at most one slash. If the part before it is a local folder, this is a path.
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir()):
         raise UserError(f"model: expected a model folder, found nothing at {model!r}; check the path")
     try:
         config, _ = PreTrainedConfig.get_config_dict(model, **hub_options(model))
-    except Exception as error:  # the hub client raises many kinds; each means that there is no such model to read
+    except Exception as error:  # the hub client raises many kinds of errors if it cannot read a model
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model: no folder {model!r}, and the hub gave no config for it: {reason}") from None
     _refuse_contents(model, config)
@@ -80,11 +80,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def _refuse_pointer(path: Path) -> None:
-    """Check that a file is not the text that git keeps in its place until git-lfs fetches it.
-
-    Raises:
-        UserError: it is.
-    """
+    """Raise UserError if a file is a git-lfs pointer, not the file itself."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_GIT_LFS)) == _GIT_LFS:
             raise UserError(
@@ -93,11 +89,7 @@ def _refuse_pointer(path: Path) -> None:
 
 
 def _refuse_contents(where: str, config: dict[str, Any]) -> None:
-    """Check that a config does not make transformers fetch code, or build millions of layers.
-
-    Raises:
-        UserError: it does.
-    """
+    """Raise UserError if a config makes transformers fetch code, or build millions of layers."""
     for name in ("attn_implementation", "experts_implementation"):
         found = config.get(name)
         if found is not None and (not isinstance(found, str) or "/" in found):
@@ -111,9 +103,9 @@ def _refuse_contents(where: str, config: dict[str, Any]) -> None:
 
 
 def hub_options(model: str) -> dict[str, Any]:
-    """Return options for transformers' loading: where the hub is out of reach, to look in the cache alone.
+    """Return options for loading by transformers: if the hub cannot be reached, use only its local cache.
 
-    The hub is asked once, for its own retries take most of a minute.
+    The hub is tried once, without the client's retries, which take most of a minute.
     """
     return {} if Path(model).is_dir() or _hub_answers(model) else {"local_files_only": True}
 
@@ -122,9 +114,9 @@ def hub_options(model: str) -> dict[str, Any]:
 def _hub_answers(model: str) -> bool:
     try:
         get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=5)
-    except (HfHubHTTPError, HFValidationError):  # transformers puts these into words
+    except (HfHubHTTPError, HFValidationError):  # transformers reports these errors
         return True
-    except Exception:  # no network has as many kinds as the client has had libraries
+    except Exception:  # versions of the client raise different errors without a network
         return False
     return True
 
@@ -136,13 +128,11 @@ _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, ImportError, Safeten
 def readable(
     model: str, expected: str, raised: type[Exception] | tuple[type[Exception], ...] = _UNREADABLE
 ) -> Iterator[None]:
-    """Turn what reading the files of a model raises into one line.
+    """Turn errors of reading a model's files, in the `with` block, into one UserError of one line.
 
     Args:
-        raised: kinds of errors that say so; `Exception`, where nothing but others' code runs on others' files.
-
-    Raises:
-        UserError: they cannot be read.
+        expected: what the files should be, for the message.
+        raised: kinds of errors to turn; `Exception` if the block runs third-party code alone.
     """
     try:
         yield
@@ -157,12 +147,12 @@ CAUSAL = "AutoModelForCausalLM"
 
 
 def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_class: str = CAUSAL) -> PreTrainedModel:
-    """A model with the head of an Auto class of transformers, softmax or linearized, in eval mode.
+    """Load a model, softmax or linearized, by an Auto class of transformers, in eval mode.
 
-    Weights are read from safetensors, or widened from a GGUF file: the pickles of former days can name code.
+    Weights are read from safetensors, or widened from a GGUF file, but never from pickles, which can run code.
 
     Raises:
-        UserError: weights are missing, left over (see `load_whole`) or unreadable, or a config that cannot be.
+        UserError: weights are missing, left over (see `load_whole`) or unreadable, or the config is not supported.
     """
     if (gguf := gguf_file(model)) is not None:
         read_config(model)
@@ -182,14 +172,14 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
 
 @contextmanager
 def _same_new_heads() -> Iterator[None]:
-    """Draw the weights of a head that the checkpoint does not contain from the same seed every time."""
+    """Use one fixed seed for the weights of a head that the checkpoint does not contain."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         yield
 
 
 def check_weight_files(folder: Path) -> None:
-    """Check that a local folder has all its safetensors files, and that none is cut short; a hub id is not checked.
+    """Check that a local folder has all its safetensors files, and that all are whole. A hub id is not checked.
 
     Raises:
         UserError: a file is missing or damaged (its name is given), or weights are stored as a pickle only.
@@ -246,10 +236,10 @@ def _refuse_without_safetensors(folder: Path) -> NoReturn:
 
 
 def _check_dtypes(model: str, loaded: PreTrainedModel) -> None:
-    """See that weights are stored as floating point numbers; transformers takes integers for those, too.
+    """Check that weights are stored as floating point numbers: transformers would convert integers silently.
 
     Raises:
-        UserError: they are quantized, and no config says how.
+        UserError: weights are quantized, and no config says how.
     """
     if getattr(loaded, "is_quantized", False):
         return
@@ -267,7 +257,7 @@ def _check_dtypes(model: str, loaded: PreTrainedModel) -> None:
 def new_model(
     model: str, *, dtype: torch.dtype, device: torch.device, seed: int, auto_class: str = CAUSAL
 ) -> PreTrainedModel:
-    """A model of the shape of another, with random weights; those of `model`, which may have none, are not read.
+    """Make a model with the config of `model` and random weights from `seed`; no weights of `model` are read.
 
     Raises:
         UserError: no such model.
@@ -284,7 +274,7 @@ def new_model(
 
 
 def as_trained(model: PreTrainedModel) -> PreTrainedModel:
-    """A model whose attention is what it is meant to be: with its soft cap, and within each document of a row."""
+    """Return the model, changed in place so that attention has its soft cap and stays within each packed document."""
     if drops_soft_cap(model.config):
         model.set_attn_implementation("eager")
     keep_documents_apart(model)
@@ -292,7 +282,7 @@ def as_trained(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer beside a model, or in its GGUF file.
+    """Load the tokenizer from a model's folder or hub id, or from its GGUF file.
 
     Raises:
         UserError: there is none, or it cannot be read; the message names the file at fault.
@@ -303,7 +293,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     with readable(model, "a tokenizer beside the weights", Exception):
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
-            tokenizer("a")  # what its config says is only looked at now
+            tokenizer("a")  # errors in its config appear only at first use
         except Exception:
             if Path(model).is_dir():
                 _check_tokenizer_files(Path(model))
@@ -312,11 +302,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def _check_tokenizer_files(folder: Path) -> None:
-    """Find what is wrong with the files of a tokenizer that cannot be loaded.
-
-    Raises:
-        UserError: there are none, or one is damaged.
-    """
+    """Raise UserError if the files of a tokenizer that cannot be loaded are missing or damaged."""
     paths = {path for name in (*_TOKENIZER_FILES, *_TOKENIZER_SETTINGS) for path in folder.glob(name)}
     for path in sorted(paths):
         _refuse_pointer(path)
@@ -338,11 +324,7 @@ def _check_tokenizer_files(folder: Path) -> None:
 
 
 def check_tokens(ids: Int64[Tensor, ...], vocab_size: int) -> None:
-    """See that a model has an embedding for every token.
-
-    Raises:
-        UserError: it has not, because the tokenizer is another model's, or was given tokens since.
-    """
+    """Raise UserError if a token has no embedding: the tokenizer is of another model, or tokens were added to it."""
     if ids.numel() and (largest := int(ids.max())) >= vocab_size:
         raise UserError(
             f"tokenizer: expected tokens below the model's vocab_size of {vocab_size}, found {largest}; use the "
@@ -351,19 +333,19 @@ def check_tokens(ids: Int64[Tensor, ...], vocab_size: int) -> None:
 
 
 def load_image_processor(model: str) -> Any:
-    """Load the image processor of a vision model, as the file beside its weights says.
+    """Load the image processor of a vision model from its preprocessor_config.json.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such file.
     """
     with readable(model, "a preprocessor_config.json beside the weights", Exception):
-        # The one that needs no torchvision: the same numbers for everybody.
+        # The PIL backend needs no torchvision, so results are equal on all machines.
         return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False, **hub_options(model))
 
 
 @contextmanager
 def atomic_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """A temporary folder to write `num_bytes` bytes to: it becomes `folder` when the block ends well, else disappears.
+    """Yield a temporary folder for `num_bytes` bytes; it becomes `folder` if the block succeeds, else it is deleted.
 
     Raises:
         UserError: as `base.writing`.
@@ -390,10 +372,11 @@ def save_student(
     folder: Path,
     write: Callable[[Path], None] | None = None,
 ) -> None:
-    """Weights, config, tokenizer or image processor (if any) and text files by their names, all or nothing.
+    """Write weights, config, tokenizer or image processor (if any) and text files to `folder`, all or nothing.
 
     Args:
-        write: weights and config, where `student.save_pretrained` does not.
+        texts: name of each text file -> its contents.
+        write: writes weights and config to a folder; None: `student.save_pretrained`.
     """
     with atomic_folder(folder, student.get_memory_footprint()) as scratch, _bars_on_terminals_only():
         (write or student.save_pretrained)(scratch)
@@ -405,7 +388,7 @@ def save_student(
 
 @contextmanager
 def _bars_on_terminals_only() -> Iterator[None]:
-    """Keep transformers' progress bars out of logs, as ours are."""
+    """Hide transformers' progress bars, like ours, unless stderr is a terminal."""
     hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hidden:
         logging.disable_progress_bar()

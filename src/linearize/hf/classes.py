@@ -1,7 +1,7 @@
 """The registered classes: ``model_type: linearized_<base>``, one config and one class per head of each architecture.
 
-They are made from the base's own classes and are attributes of this module, so pickling finds them. Parameter names
-stay the base model's; a linearized layer adds ``<attention>.mixer.*``.
+They derive from the base's own classes and are attributes of this module, so that they can be pickled. Parameter names
+are the base model's; a linearized layer adds ``<attention>.mixer.*``.
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ from linearize.mixers.linear import LinearMixer
 
 __all__ = ["ARCHITECTURES"]
 
-# Of the layer plan in a config; from 2 on, a layer can have a mixer for each group of its heads, and a KV cache.
+# Versions of the layer plan in a config. From 2 on, layers can have a mixer per group of heads, and a KV cache.
 FORMAT_VERSIONS = (1, 2)
 AUTO_MODULE = "modeling_linearize"
 
 
 def plan_to_config(plan: LayerPlan) -> dict[str, Any]:
-    """A layer plan as the plain data that a config stores under `linearize`."""
+    """Return a layer plan as the plain data that a config stores under `linearize`."""
     newer = is_spread(plan)
-    fields = None if newer else {"cache"}  # which format 1 does not know
+    fields = None if newer else {"cache"}  # format 1 has no such field
     layers = [None if layer is None else layer.model_dump(mode="json", exclude=fields) for layer in plan]
     return {"format_version": FORMAT_VERSIONS[newer], "layers": layers}
 
 
 def read_plan(config: PreTrainedConfig) -> LayerPlan:
-    """The layer plan stored in a linearized config.
+    """Return the layer plan stored in a linearized config.
 
     Raises:
-        ValueError: no plan, or one that this package does not know; one line.
+        ValueError: no plan, or one that this version cannot read; its message has one line.
     """
     stored = getattr(config, "linearize", None)
     if not stored:
@@ -93,21 +93,20 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
         raise ValueError(f"config.linearize.layers: {field}: {reason}") from None
 
 
-# In fields of a config.json that no model can be made with, so that transformers' own classes refuse the folder. They
-# would take it for that of a softmax model, and of weights that they do not know they only warn. An argument of
-# `from_pretrained` may take the place of `attn_implementation`; `transformers_weights`, the name of a weight file, is
-# read from the config alone.
+# A value for config fields with which no model can be made, so that transformers' own classes refuse the folder. Else
+# they would load it as a softmax model, with a mere warning about unknown weights. There are two fields, because an
+# argument of `from_pretrained` may override `attn_implementation`, but not `transformers_weights`, the name of a file.
 _OURS = "linearize (load this model by an Auto class, after `import linearize` or with trust_remote_code=True)"
 _MARKED = ("attn_implementation", "transformers_weights")
 
 
 def auto_map(config_class: str, model_class: str, auto_class: str) -> dict[str, str]:
-    """The config's `auto_map`: where ``trust_remote_code=True`` finds the classes."""
+    """Return the config's `auto_map`, by which ``trust_remote_code=True`` finds the classes."""
     return {"AutoConfig": f"{AUTO_MODULE}.{config_class}", auto_class: f"{AUTO_MODULE}.{model_class}"}
 
 
 def write_auto_module(folder: str | os.PathLike[str], auto_map: dict[str, str]) -> None:
-    """The module that `auto_map` names. It only imports: without the package, transformers says what to install."""
+    """Write the module that `auto_map` names. It only imports, so transformers says if the package is missing."""
     classes = [reference.rpartition(".")[2] for reference in auto_map.values()]
     names = ", ".join(f'"{name}"' for name in classes)
     text = f"from linearize.hf.classes import {', '.join(classes)}\n\n__all__ = [{names}]\n"
@@ -115,47 +114,47 @@ def write_auto_module(folder: str | os.PathLike[str], auto_map: dict[str, str]) 
 
 
 class LinearizedConfig:
-    """Mixed into the base's config classes: a folder with a config also has the module that its `auto_map` names."""
+    """Mixin for the base's config classes, which saves the module that `auto_map` names with a config."""
 
     auto_map: dict[str, str]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers."""
+        """Make the config, as in transformers, without the fields that `to_diff_dict` adds."""
         config_dict = {name: x for name, x in config_dict.items() if not (name in _MARKED and x == _OURS)}
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """As in transformers, which saves these fields, and what keeps others from loading them."""
+        """Return the fields to save, as in transformers, and those that make softmax classes refuse the folder."""
         fields: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
         return fields | dict.fromkeys(_MARKED, _OURS)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """As in transformers; models save theirs in here, before they upload what is new in the folder."""
+        """Save the config and the module of `auto_map`. Models call this before they upload new files of the folder."""
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
-        if hasattr(self, "auto_map"):  # only models know their class
+        if hasattr(self, "auto_map"):  # set by models alone
             write_auto_module(save_directory, self.auto_map)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing. When remote code is loaded it is called, and our source would be copied into every folder saved."""
+        """Do nothing. transformers calls this for remote code, and would then copy our source into saved folders."""
 
 
 class LinearizedModel(Unsupported, PreTrainedModel):
-    """Mixed into the base's model classes: builds the mixers and initialises them."""
+    """Mixin for the base's model classes: builds the mixers and initialises them."""
 
     _keep_in_fp32_modules_strict = {"mixer"}  # noqa: RUF012 (transformers declares it so)
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         unhide_masks(config)
         super().__init__(config, *args, **kwargs)
-        # Some heads make their base model through AutoModel: a linearized model, which has its mixers already.
+        # Some heads make their base model by AutoModel; that is a linearized model, which has its mixers already.
         if not linearized_layers(self):
             install(self)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; where a `device_map` keeps layers on disk, their mixers are in memory nonetheless.
+        """Load a model as in transformers. Mixers are in memory, even if a `device_map` keeps their layers on disk.
 
         Raises:
             UserError: weights are missing or left over, see `load_whole`.
@@ -166,11 +165,11 @@ class LinearizedModel(Unsupported, PreTrainedModel):
         return (model, info) if kwargs.get("output_loading_info") else model
 
     def mixer_weights(self) -> set[str]:
-        """Return the names of all that a checkpoint holds of the mixers."""
+        """Return the names of all mixer tensors in a checkpoint of this model."""
         return mixer_weights(self)
 
     def initialize_weights(self) -> None:
-        """Also initialises mixers, where the checkpoint is the softmax teacher's and has none of them."""
+        """Initialise weights as in transformers, and mixers that the checkpoint does not have (a softmax teacher's)."""
         for layer in linearized_layers(self).values():
             for part in (part for _, mixer in layer.mixer.parts() for part in mixer.children()):
                 if not all(getattr(x, "_is_hf_initialized", False) for x in (*part.parameters(), *part.buffers())):
@@ -181,13 +180,13 @@ class LinearizedModel(Unsupported, PreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """As the base class: transformers reads it in the source of the class's module, which ours is not."""
+        """Ask the base class: transformers searches the source of the class's module, which is not this one."""
         return cls.__bases__[-1]._can_set_experts_implementation()  # type: ignore[attr-defined]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As in transformers, and the model also loads with ``trust_remote_code=True`` where linearize is installed."""
+        """Save as in transformers; the folder also loads with ``trust_remote_code=True`` if linearize is installed."""
         if getattr(self, "is_quantized", False):
-            # What reads quantized weights cannot write them: they would have to be in full precision again.
+            # transformers cannot convert quantized weights back to their original format.
             kwargs.setdefault("save_original_format", False)
         auto, cls = registered(self)
         self.config.auto_map = auto_map(type(self.config).__name__, cls.__name__, auto)
@@ -195,7 +194,7 @@ class LinearizedModel(Unsupported, PreTrainedModel):
 
 
 class LinearizedGeneration(GenerationMixin):
-    """Mixed into the base's classes that generate: gives `generate` what a state needs, and refuses the rest."""
+    """Mixin for the base's classes that generate: adapts `generate` to states, and refuses unsupported options."""
 
     def _prepare_cache_for_generation(
         self: Any,
@@ -206,12 +205,12 @@ class LinearizedGeneration(GenerationMixin):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Also puts our layers into the cache; candidates, own or an assistant's, can be taken back out of them.
+        """Prepare the cache as in transformers, with our layers. Assisted generation can take candidates back.
 
-        Where compiled steps pay, it is a static cache: see `cache_to_compile`.
+        If compiled steps save time, the cache is static: see `cache_to_compile`.
 
         Raises:
-            UserError: they cannot, see `refuse_candidates`.
+            UserError: candidates cannot be taken back, see `refuse_candidates`.
         """
         candidates = generation_config.is_assistant or generation_mode == "assisted_generation"
         if candidates:
@@ -236,17 +235,17 @@ class LinearizedGeneration(GenerationMixin):
         return result
 
     def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, but a copy of a model does not run what was compiled of the original."""
+        """Return the compiled call, as in transformers, but never that of the model from which this one was copied."""
         if vars(self).get("_compiled_for") != id(self):
             vars(self).pop("_compiled_call", None)
             self._compiled_for = id(self)
         return super().get_compiled_call(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in the base, which may drop the cache and read all tokens again (Phi-3 with `longrope`).
+        """Prepare inputs as in the base class, which may drop the cache and read all tokens again (Phi-3, `longrope`).
 
         Raises:
-            UserError: it would forget what is in a state, see `refuse_forgetting`, or go on from one with other angles.
+            UserError: tokens in a state would be lost (`refuse_forgetting`), or new tokens have other rotary angles.
         """
         history(self).steps[len(input_ids)] += 1
         inputs: dict[str, Any]
@@ -256,7 +255,7 @@ class LinearizedGeneration(GenerationMixin):
             if held := int(cache.get_seq_length()):
                 refuse_forgetting(input_ids, kwargs.get("position_ids"), held)
             else:
-                inputs["past_key_values"] = cache  # there is nothing in it to read again
+                inputs["past_key_values"] = cache  # an empty cache has no tokens to read again
         if (position_ids := inputs.get("position_ids")) is not None:  # here, because a compiled forward cannot
             cache, tokens = inputs.get("past_key_values"), position_ids.shape[-1]
             length = length_of_angles(self.config, cache, position_ids, tokens)
@@ -270,27 +269,23 @@ class LinearizedGeneration(GenerationMixin):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor | None:
-        """Keep the 2D mask: linearized layers read padding from it, and the others make their own from it."""
+        """Return the 2D mask, from which linearized layers read padding and softmax layers make their own masks."""
         one_token = inputs_embeds is not None and inputs_embeds.shape[1] == 1
         return same_size_mask(attention_mask, past_key_values) if one_token else attention_mask
 
 
 class LinearizedEncoder(LinearizedModel):
-    """Mixed into an encoder's model classes, which generate nothing."""
+    """Mixin for an encoder's model classes, which cannot generate."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """There is no next token.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: an encoder predicts no next token."""
         raise UserError(f"model: expected a decoder to generate with, found the encoder {type(self).__name__}")
 
 
 def attention_modules(model: nn.Module, architecture: Architecture) -> list[Any]:
-    """The self-attention modules of a base model, in order; each knows its place as `layer_idx`.
+    """Return the self-attention modules of a base model, in order, and set `layer_idx` where an encoder does not.
 
-    Some encoders' do not by themselves. Their names are in order: those of layers are numbers, counted up.
+    Modules are visited in the order of layers.
     """
     found: list[Any] = [m for m in model.modules() if isinstance(m, architecture.attention)]
     for index, module in enumerate(found):
@@ -300,7 +295,7 @@ def attention_modules(model: nn.Module, architecture: Architecture) -> list[Any]
 
 
 def projections(model: PreTrainedModel, roles: Collection[str]) -> dict[str, nn.Module]:
-    """The attention projections of `model`, softmax or linearized, that compute any of `roles` (q, k, v, o)."""
+    """Return the attention projections of `model`, softmax or linearized, for any of `roles` (q, k, v, o), by name."""
     architecture = architecture_of(model)
     assert architecture is not None
     found = {}
@@ -315,12 +310,10 @@ def projections(model: PreTrainedModel, roles: Collection[str]) -> dict[str, nn.
 
 
 def install(model: PreTrainedModel, device: torch.device | None = None) -> None:
-    """Build the mixers that `model.config` plans, beside the model's own projections, in place.
+    """Add the mixers that `model.config` plans to the model's attention modules, in place.
 
-    They are on the device of these, or on another that is given.
-
-    What is random about a mixer is a function of torch's generator and of its layer's index, not of the other layers:
-    a block of layers draws what the whole model does.
+    They are on `device`, or on that of the attention's weights. Random numbers of a mixer depend on torch's generator
+    and its layer's index alone, so a block of layers has the same mixers as the whole model.
     """
     base_type = model.config.model_type.removeprefix("linearized_")
     shape, plan = TeacherShape.from_config(model.config.to_dict()), read_plan(model.config)
@@ -333,9 +326,9 @@ def install(model: PreTrainedModel, device: torch.device | None = None) -> None:
         if mixer_config is None:
             continue
         weight = next(module.parameters())
-        # fp64 models keep fp64 mixers; everything else keeps them in fp32, whatever the model's dtype.
+        # Mixers are fp32 for models of every dtype but fp64.
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        # Drawn on the CPU in fp32, so that a seed means the same random numbers on every device and in every dtype.
+        # Drawn on the CPU in fp32, so that a seed gives the same random numbers on every device and in every dtype.
         at = weight.device if device is None else device
         where = torch.device("meta" if at.type == "meta" else "cpu")
         with where, _default_dtype(torch.float32), torch.random.fork_rng(devices=[]):
@@ -345,15 +338,15 @@ def install(model: PreTrainedModel, device: torch.device | None = None) -> None:
     hide_masks(model, len(plan))
     if architecture.parts is None:
         model.base_model.register_forward_pre_hook(encoder_layout_hook, with_kwargs=True)
-    else:  # OPT's language model goes past the base model to what is in it
+    else:  # not on the base model: OPT's language model calls the module inside it directly
         stack = model.base_model.get_submodule(architecture.parts.stack)
-        # First, because the other hook may make a mask, and this one reads what was given.
+        # This hook runs first, because it reads the caller's mask, and the other hook may make one.
         stack.register_forward_pre_hook(layout_hook, with_kwargs=True, prepend=True)
         keep_documents_apart(model)
 
 
 def build(config: MixerConfig | HeadwiseConfig, teacher: TeacherShape) -> Any:
-    """The mixer of one layer of `teacher`."""
+    """Return a new mixer for one layer of `teacher`."""
     if isinstance(config, HeadwiseConfig):
         return HeadwiseMixer(config, teacher.layer)
     return (BidirectionalMixer if teacher.bidirectional else LinearMixer)(config, teacher.layer)
@@ -361,7 +354,7 @@ def build(config: MixerConfig | HeadwiseConfig, teacher: TeacherShape) -> Any:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The dtype of new tensors within; transformers makes it the model's, and bf16 has no orthogonal matrices."""
+    """Set torch's default dtype in the `with` block; transformers sets the model's, but QR does not support bf16."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -371,7 +364,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def registered(model: PreTrainedModel) -> tuple[str, type[PreTrainedModel]]:
-    """The Auto class that loads a linearized model, and what it makes: wrappers, such as FSDP2's, derive from that."""
+    """Return the Auto class that loads a linearized model, and the model's class without wrappers such as FSDP2's."""
     made = [(auto, cls) for auto, classes in MODEL_CLASSES[model.config.model_type].items() for cls in classes]
     for base in type(model).__mro__:
         for auto, cls in made:
@@ -385,7 +378,7 @@ def registered(model: PreTrainedModel) -> tuple[str, type[PreTrainedModel]]:
 
 ATTENTION_CLASSES: dict[str, type] = {}
 CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {}
-# What each Auto class makes; where there are several, a checkpoint says which, and the first is for those that do not.
+# The classes that each Auto class makes. If there are several, the checkpoint names one; the first is the default.
 MODEL_CLASSES: dict[str, dict[str, tuple[type[PreTrainedModel], ...]]] = {}
 
 
@@ -408,11 +401,11 @@ def _register() -> None:
         ATTENTION_CLASSES[base_type] = _define(architecture.attention, (LinearizedAttention,), bidirectional)
         AutoConfig.register(model_type, config)
         MODEL_CLASSES[model_type] = {}
-        # What is called otherwise on disk, as experts are, or was in older checkpoints; of the type, and of a class.
+        # Names that differ in checkpoints, as those of experts do; for the model type here, for a class below.
         if renamed := get_checkpoint_conversion_mapping(base_type):
             register_checkpoint_conversion_mapping(model_type, renamed)
         mixin: type[LinearizedModel] = LinearizedEncoder if architecture.bidirectional else LinearizedModel
-        made: dict[type, type[PreTrainedModel]] = {}  # some Auto classes make what another makes, too
+        made: dict[type, type[PreTrainedModel]] = {}  # several Auto classes can make one class
         for auto in ENCODER_HEADS if architecture.bidirectional else DECODER_HEADS:
             found = getattr(transformers, auto)._model_mapping.get(CONFIG_MAPPING[base_type], ())
             several = isinstance(found, tuple)

@@ -1,4 +1,4 @@
-"""Compiled steps of generation: on a GPU by themselves where they pay, elsewhere by transformers' own settings."""
+"""Compile steps of generation: automatically on a GPU if that saves time, else by transformers' own settings."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from linearize.hf.unsupported import angles_change
 
 logger = logging.getLogger(__name__)
 
-# After so many steps, compiling has cost no more than it saves. Measured on an H100, behind 2,048 tokens: it takes 55 s
-# for the shape of Llama 3.2 1B and 108 s for that of Llama 3.1 8B, and saves about 22 and 55 ms in every step.
+# After this many steps, compiling has saved the time that it took. Measured on an H100 after 2,048 tokens: compiling
+# takes 55 s for the shape of Llama 3.2 1B and 108 s for Llama 3.1 8B, and saves about 22 and 55 ms in every step.
 STEPS_TO_PAY = 2048
 
 
 @dataclass
 class StepHistory:
-    """A record of what `generate()` has done with one model in this process.
+    """The steps that `generate()` has taken with one model in this process.
 
     Attributes:
-        steps: how many steps were taken, by rows of the batch.
-        compiled: the rows of the batches for which the step is compiled.
-        layers: of the compiled steps, by rows and settings: the cache layers, whose tensors captured CUDA graphs read
-            and write, and the cache that used them last.
-        possible: whether this machine has all that compiling needs; None before it was tried.
+        steps: number of steps, by rows of the batch.
+        compiled: the numbers of rows for which the step is compiled.
+        layers: by rows and settings of compiled steps: the cache that used them last, and its layers, whose tensors
+            captured CUDA graphs read and write.
+        possible: whether this machine can compile; None: not tried yet.
     """
 
     steps: Counter[int] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ _HISTORY: weakref.WeakKeyDictionary[PreTrainedModel, StepHistory] = weakref.Weak
 
 
 def history(model: PreTrainedModel) -> StepHistory:
-    """Return what `generate()` has done with `model`; a copy of a model begins anew."""
+    """Return the history of `model`; a copy of a model has an empty one."""
     return _HISTORY.setdefault(model, StepHistory())
 
 
@@ -60,17 +60,17 @@ def cache_to_compile(
     mode: str,
     rows: int,
 ) -> StaticCache | None:
-    """Return an empty static cache, for which transformers compiles the steps; None where `generate()` stays eager.
+    """Return an empty static cache, for which transformers compiles the steps; None: `generate()` stays eager.
 
-    Steps are compiled on a GPU once that pays: when the steps that the model has taken with so many rows, and the
-    `max_new_tokens` of this call, come to `STEPS_TO_PAY`. They are not where shapes change from step to step, where
-    the caller chooses or gets the cache, or outside the main thread, because captured CUDA graphs belong to a thread.
+    Steps are compiled on a GPU once that saves time: when the steps that the model has taken with this number of rows,
+    plus the `max_new_tokens` of this call, reach `STEPS_TO_PAY`. They are not compiled if shapes change from step to
+    step, if the caller chooses or gets the cache, or outside the main thread, to which captured CUDA graphs belong.
 
     Args:
         model: a linearized model.
         plan: returns the plan of its layers.
         settings: of this call.
-        model_kwargs: what `generate()` passes on to the model's forward.
+        model_kwargs: arguments that `generate()` passes to the model's forward.
         mode: of generation, by transformers' name.
         rows: of the batch.
     """
@@ -96,16 +96,16 @@ def cache_to_compile(
 
 
 def _one_token_a_step(settings: GenerationConfig, mode: str) -> bool:
-    """Return whether every forward after the prompt is of one token of every row, which stay in order."""
+    """Return whether every forward after the prompt has one token of every row, with rows in the same order."""
     return (
         mode in ("greedy_search", "sample")
         and not settings.is_assistant
-        and settings.prefill_chunk_size is None  # transformers would compile the chunks, too
+        and settings.prefill_chunk_size is None  # transformers would also compile the chunks
     )
 
 
 def _nobody_needs_the_cache(settings: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-    """Return whether `generate()` makes a cache of its own, by its defaults, and returns it to nobody."""
+    """Return whether `generate()` makes its default cache and does not return it to the caller."""
     return (
         settings.use_cache is not False
         and settings.cache_implementation is None
@@ -115,12 +115,12 @@ def _nobody_needs_the_cache(settings: GenerationConfig, model_kwargs: dict[str, 
 
 
 def _on_one_device(model: Any) -> bool:
-    """Return whether the whole model is on one device, and no other process has a part in it."""
+    """Return whether the whole model is on one device, in a single process."""
     return len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1 and world().size == 1
 
 
 def _begin(model: PreTrainedModel, past: StepHistory, rows: int) -> bool:
-    """Say that steps are compiled from here on, or why they cannot be; return whether they can."""
+    """Log that steps are compiled from now on, or why they cannot be; return whether they can."""
     if past.possible is None:
         try:
             require_compiler(model.device)
@@ -140,7 +140,7 @@ def _begin(model: PreTrainedModel, past: StepHistory, rows: int) -> bool:
 
 
 def _reuse_layers(cache: StaticCache, past: StepHistory, key: tuple[object, ...]) -> None:
-    """Put the layers of the last compiled `generate()` of this kind into `cache`, unless its cache is still held."""
+    """Put the layers of the last compiled `generate()` with this key into `cache`, unless its cache is still in use."""
     last_cache, layers = past.layers.get(key, (None, []))
     if last_cache is not None and last_cache() is None:
         for layer in layers:
@@ -150,31 +150,31 @@ def _reuse_layers(cache: StaticCache, past: StepHistory, key: tuple[object, ...]
 
 
 def compile_steps(*models: PreTrainedModel) -> None:
-    """From here on `generate()` of these models, linearized or softmax, has a static cache and compiles the step.
+    """Let `generate()` of these models, linearized or softmax, use a static cache and a compiled step from now on.
 
-    That is torch.compile's inductor, with CUDA graphs on a GPU. The prompt is read as before. The settings stand in
-    `model.generation_config`, of which `save_pretrained` writes the static cache.
+    Steps are compiled by torch.compile's inductor, with CUDA graphs on a GPU. The prompt is read as before. The
+    settings are in `model.generation_config`; `save_pretrained` writes the static cache, not the compile settings.
 
     Raises:
-        UserError: nothing can be compiled on this machine; the models are left as they were.
+        UserError: this machine cannot compile; the models are unchanged.
     """
     for device in {model.device for model in models}:
         require_compiler(device)
     for model in models:
         settings = CompileConfig()
-        settings._compile_all_devices = True  # type: ignore[assignment]  # or a CPU would be passed over
+        settings._compile_all_devices = True  # type: ignore[assignment]  # else a CPU would be skipped
         assert model.generation_config is not None
         model.generation_config.update(cache_implementation="static", compile_config=settings)
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Return whether `generate()` compiles the model's steps without being told each time."""
+    """Return whether the model's generation config makes `generate()` compile the steps."""
     settings = model.generation_config
     return settings is not None and settings.compile_config is not None
 
 
 def decoding(model: PreTrainedModel, slots: int) -> tuple[Callable[..., Any], Cache]:
-    """Return the step function of `generate()` and an empty cache; a static one has room for `slots` tokens."""
+    """Return the step function of `generate()` and an empty cache; a static cache has room for `slots` tokens."""
     if not is_compiled(model):
         return model, DynamicCache(config=model.config)
     assert model.generation_config is not None
@@ -183,12 +183,12 @@ def decoding(model: PreTrainedModel, slots: int) -> tuple[Callable[..., Any], Ca
 
 
 def require_compiler(device: torch.device) -> None:
-    """Compile next to nothing: what a large graph would miss after a minute, this misses in seconds.
+    """Compile a tiny function, which finds a missing compiler in seconds instead of a minute.
 
     Raises:
-        UserError: nothing can be compiled for this device on this machine.
+        UserError: this machine cannot compile for this device.
     """
-    # From a cache on disk it would come without a compiler.
+    # A cached result on disk would need no compiler.
     plus_one = torch.compile(lambda x: x + 1, options={"fx_graph_cache": False})
     try:
         plus_one(torch.zeros(8, device=device))

@@ -1,4 +1,4 @@
-"""Models that cannot be linearized, and why: told by their ``config.json`` alone, before any weight is read."""
+"""Refuse models that cannot be linearized, with the reason, by their ``config.json`` alone."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ def _model_type(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class Refusal:
-    """`found` says what a field's value has that rules conversion out; None where it has nothing of the kind.
+    """A config field that rules conversion out, and why.
 
-    `everywhere`: transformers reads the field of all models, not only of those whose config class has it.
+    Attributes:
+        found: maps the field's value to the part that rules conversion out, or to None.
+        everywhere: transformers reads the field for all models, not only for those whose config class has it.
     """
 
     field: str
@@ -82,10 +84,10 @@ def refuse(config: dict[str, Any], model_type: str, known: Collection[str] | Non
     Args:
         config: contents of the file.
         model_type: of the softmax model.
-        known: fields that its config class has, so that others change nothing; None where all may.
+        known: fields of its config class: other fields have no effect; None: all fields count.
 
     Raises:
-        UserError: something does; the message says which field, and why.
+        UserError: a field does; the message names it and says why.
     """
     for refusal in REFUSALS:
         if known is not None and refusal.field not in known and not refusal.everywhere:

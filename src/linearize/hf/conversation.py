@@ -1,4 +1,4 @@
-"""Save, load and copy what a model has seen of a conversation: functions over the ordinary transformers cache."""
+"""Save, load and copy the state of a conversation: functions of the ordinary transformers cache."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ VERSION = 3  # of the file
 
 
 def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str]) -> None:
-    """Write what `model` has seen to the safetensors file `path`, all or nothing.
+    """Write the state of a conversation with `model` to the safetensors file `path`, all or nothing.
 
     `state` is the cache that `generate(..., return_dict_in_generate=True)` or a forward returned as `past_key_values`.
-    Of linearized layers the file holds the state, of a size that does not depend on the tokens seen; of layers that
-    stayed softmax it holds keys and values. It does not hold the tokens.
+    The file holds the states of linearized layers, whose size does not depend on the tokens seen, and the keys and
+    values of layers that stayed softmax. It does not hold the tokens.
 
     Raises:
-        UserError: an empty cache, or one of a kind that cannot be saved, or a full disk.
+        UserError: the cache is empty or of a kind that cannot be saved, or the disk is full.
     """
     path, tokens = Path(path), int(state.get_seq_length())
     if not tokens:
@@ -41,7 +41,7 @@ def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str
     named = {
         f"layers.{i}.{name}": x for i, layer in enumerate(state.layers) for name, x in layer_tensors(layer).items()
     }
-    # Copies, because safetensors refuses tensors that share storage.
+    # Clones, because safetensors refuses tensors that share storage.
     named = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in named.items()}
     num_bytes = sum(x.nbytes for x in named.values())
     lengths = {"tokens": str(tokens), "rotated": str(rotated_length(state))}
@@ -51,7 +51,7 @@ def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str
 
 
 def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:
-    """Load what `save_state` wrote, on the devices of `model`: a cache to continue from, as `past_key_values`.
+    """Load a file of `save_state`; return a cache on the devices of `model`, to pass on as `past_key_values`.
 
     Raises:
         UserError: no such file, or the state of another model.
@@ -89,14 +89,13 @@ def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:
 
 
 def fork_state(state: Cache, rows: Sequence[int] | None = None) -> Cache:
-    """Return an independent copy, of the whole batch or of `rows` of it, in that order, as often as they are named.
+    """Return an independent copy of the whole batch, or of its `rows`, in that order; rows may repeat.
 
-    `rows=[0] * n` are n continuations of the first conversation. A copy is also how to come back: keep it, go on with
-    the original, and fork it again to be where it was made. Of layers that stayed softmax all keys and values are
-    copied.
+    `rows=[0] * n` starts n continuations of the first conversation. To return to a point later, keep a copy, continue
+    with the original, and fork the copy again. Keys and values of layers that stayed softmax are copied completely.
 
     Raises:
-        UserError: rows that are not there, or a mixed model's static cache, whose rows cannot be chosen.
+        UserError: a row does not exist, or rows of a mixed model's static cache, which cannot be chosen.
     """
     fork = copy.deepcopy(state)
     if rows is not None:
@@ -112,7 +111,7 @@ def _attention(model: PreTrainedModel) -> list[Any]:
 
 
 def _identity(model: PreTrainedModel) -> dict[str, str]:
-    """Describe what must be equal of the model that a state is loaded into.
+    """Return the properties of a model that must be equal when a state is saved and loaded.
 
     Raises:
         UserError: not a linearized model.
@@ -123,7 +122,7 @@ def _identity(model: PreTrainedModel) -> dict[str, str]:
     layers = {f"layer {i}": json.dumps(mixer, sort_keys=True) for i, mixer in enumerate(plan["layers"])}
     identity = {"state_version": str(VERSION), "model_type": model.config.model_type, "layers": str(len(layers))}
     identity |= {"format_version": str(plan["format_version"]), "dtype": str(model.dtype).removeprefix("torch.")}
-    # Not among the weights, and often changed when a model is loaded, for longer contexts.
+    # Users often change these, which are not weights, for longer contexts.
     identity["rope_parameters"] = json.dumps(getattr(model.config, "rope_parameters", None), sort_keys=True)
     if angles_change(model.config):
         identity["max_position_embeddings"] = str(model.config.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""Conversion: a softmax model in, a model with mixers beside its own projections out; and the way back."""
+"""Convert a softmax model into one with mixers between its own projections, and back."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from linearize.hf.sharding import shard_alike, skeleton
 
 
 def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) -> PreTrainedModel:
-    """A student that shares the teacher's storage; the teacher itself is left as it is.
+    """Return a student that shares the teacher's storage; the teacher is unchanged.
 
-    Mixers are new and initialised as the plan says. An optimizer that trains the shared weights in place changes the
-    teacher, too; `linearize.finetune` copies what it changes. The student of a teacher whose weights are divided among
-    processes, which all call this, is divided alike.
+    Mixers are new and initialised as the plan says. An optimizer that trains shared weights in place also changes the
+    teacher; `linearize.finetune` copies the weights that it trains. If the teacher's weights are divided among
+    processes, all of them call this, and the student's weights are divided in the same way.
 
-    What is random about a layer's mixer is a function of the seed and the layer's index: the files of a training stage
-    hold learned numbers only, so the random projections beside them must come out the same when the stage is resumed or
-    loaded, and in a block of layers the same as in the whole model (`linearize.hf.partial_model`).
+    Random numbers of a layer's mixer depend on the seed and the layer's index alone. Files of a training stage have
+    learned numbers only, so random projections must be equal when a stage is resumed or loaded, and in a block of
+    layers (`linearize.hf.partial_model`).
 
     Raises:
-        UserError: an architecture or head that is not supported, or weights that cannot be saved or are offloaded.
+        UserError: the architecture or head is not supported, or weights cannot be saved or are offloaded.
     """
     config, whole = teacher.config, teacher
-    if is_sharded(teacher):  # FSDP2's units cannot be copied
+    if is_sharded(teacher):  # modules of FSDP2 cannot be copied
         teacher = skeleton(whole)
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"model: expected a softmax model, found {config.model_type!r}, which is linearized already")
@@ -64,10 +64,10 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
 
 
 def to_softmax(student: PreTrainedModel) -> PreTrainedModel:
-    """The way back: an ordinary model of the base's class, with softmax attention and the student's other weights.
+    """Return an ordinary model of the base's class, with softmax attention and the student's other weights.
 
-    It shares the student's storage, and the student is left as it is. Of an untrained student it is the teacher, bit
-    for bit; of a finetuned one it has the finetuned weights. What it saves loads without linearize.
+    It shares the student's storage; the student is unchanged. For an untrained student it equals the teacher bit for
+    bit; for a fine-tuned student it has the fine-tuned weights. Folders that it saves load without linearize.
 
     Raises:
         UserError: not a linearized model.
@@ -78,7 +78,7 @@ def to_softmax(student: PreTrainedModel) -> PreTrainedModel:
     base_class = registered(student)[1].__bases__[-1]
     base_config: Any = CONFIG_MAPPING[config.model_type.removeprefix("linearized_")](**_fields(config))
     layers = linearized_layers(student).values()
-    # Neither mixers nor the layers' own configs are copied: in their places nothing, and the model's config.
+    # The copy has None in place of mixers, and the model's config in place of the layers' own.
     instead: dict[int, object] = {id(layer.mixer): None for layer in layers}
     model = _remade(student, base_class, base_config, instead | {id(layer.config): base_config for layer in layers})
     for layer in linearized_layers(model).values():
@@ -89,17 +89,17 @@ def to_softmax(student: PreTrainedModel) -> PreTrainedModel:
 
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """A config as arguments of another class of configs: what both kinds of models have."""
+    """Return the fields of a config that softmax and linearized models share."""
     ours = {"model_type", "transformers_version", "linearize", "state_dtype", "prefill", "auto_map", "architectures"}
     return {name: value for name, value in config.to_dict().items() if name not in ours}
 
 
 def _remade(model: PreTrainedModel, cls: type, config: Any, instead: dict[int, object]) -> PreTrainedModel:
-    """A model of another class and config over the same storage; `instead` is what parts are replaced by, by their id.
+    """Return a model of another class and config over the same storage; `instead` maps ids of parts to replacements.
 
-    Its module tree is copied, not the tensors: the copies' parameters are new objects over the same storage.
+    The module tree is copied, but not the tensors: parameters are new objects over the same storage.
     """
-    # What a model chose to compute with, which no config.json says.
+    # Implementations that were chosen for the model in memory, which no config.json says.
     for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
         setattr(config, name, getattr(model.config, name, None))
     settle(model)
@@ -110,12 +110,12 @@ def _remade(model: PreTrainedModel, cls: type, config: Any, instead: dict[int, o
         shared[id(tensor)] = tensor
     remade = copy.deepcopy(model, shared)
     remade.__class__ = cls
-    # No folder holds this model yet. Of the first one's name, an adapter would make its base: a model of another class.
+    # No folder holds this model yet. With the original's name, an adapter would name a model of another class its base.
     remade.name_or_path = config.name_or_path = ""
     return remade
 
 
 def _over_the_same_storage(parameter: nn.Parameter) -> nn.Parameter:
-    """A new parameter; a quantized one is of a class of its own, which says how, and stays: nobody trains it."""
+    """Return a new parameter over the same storage; a quantized one, which is never trained, is returned itself."""
     quantized = type(parameter) is not nn.Parameter
     return parameter if quantized else nn.Parameter(parameter.data, parameter.requires_grad)

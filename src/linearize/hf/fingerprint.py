@@ -1,4 +1,4 @@
-"""A hash of a model's weights, by which a file that belongs to them is told from another model's."""
+"""Hash a model's weights, so that a file can be matched with its model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 
-WORDS = 512  # of 8 bytes each, whose sum goes into a fingerprint
+WORDS = 512  # words of 8 bytes each that are summed before hashing
 
 
 def fingerprint(model: PreTrainedModel, but: Callable[[str, Tensor], bool] = lambda name, x: False) -> str:
-    """A hash of what a checkpoint holds of the model, on the devices where it lies.
+    """Return a hash of the tensors that a checkpoint of the model has; sums are computed on their devices.
 
-    Quantized weights do not count, nor does what `but` is true of.
-
-    Sums of `WORDS` words are hashed in place of the words, which is as fast as memory: a single number that differs
-    makes another sum, as integers are exact. 8B parameters take seconds on a CPU.
+    Quantized weights and tensors for which `but` is true do not count. Integer sums of `WORDS` words are hashed instead
+    of the words: a single different number changes a sum. 8B parameters take seconds on a CPU.
 
     Raises:
-        UserError: weights on disk.
+        UserError: weights are on disk.
     """
     digest, stored = hashlib.blake2b(digest_size=8), model.state_dict(keep_vars=True).keys()
     for name, x in (*model.named_parameters(), *model.named_buffers()):

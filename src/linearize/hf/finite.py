@@ -1,4 +1,4 @@
-"""Check that logits are finite during generation. transformers would end the text, or sample arbitrary tokens."""
+"""Check that logits are finite during generation; transformers would end the text, or sample arbitrary tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Softmax models in GGUF files: where they are, their config, and their weights in full precision.
+"""Read softmax models in GGUF files: config, tokenizer, and weights in full precision.
 
 transformers (integrations/ggml.py, modeling_gguf_pytorch_utils.py) translates names, the order of rotated dimensions
-and quantized blocks. It drops what it has no field for, so a file that contains such things is refused here.
+and quantized blocks. It ignores settings that it has no field for, so files with such settings are refused here.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from linearize.hf.strict_loading import load_whole
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _PART = re.compile(r"-\d{5}-of-(\d{5})$")  # of a name without its suffix, as llama.cpp writes it
-_NAMED = 4  # files in a message
-# `general.architecture` of the files that are tested. Of others, transformers drops fields that change the logits: soft
-# caps, scales and windows of Gemma, the angles of Phi-3, positions of GPT-2.
+_NAMED = 4  # the most files named in a message
+# `general.architecture` of tested files. For others, transformers ignores fields that change the logits: soft caps,
+# scales and windows of Gemma, the angles of Phi-3, positions of GPT-2.
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _FREQUENCIES = "rope_freqs.weight"
-# Of Llama 3's scaled angles, files contain the divisors of the frequencies but not the fields they are computed from.
+# For Llama 3's scaled angles, files contain the divisors of the frequencies but not these fields.
 _ORIGINAL_LENGTH = 8192
 _LOW = 1.0  # `low_freq_factor`
 _HIGH = 4.0  # `high_freq_factor`
@@ -42,7 +42,7 @@ def gguf_file(model: str) -> Path | None:
     """Return the GGUF file that `model` names: the file itself, or the only one in a folder without a config.json.
 
     Raises:
-        UserError: such a folder contains several, the file is a part of a model, or it is no GGUF file.
+        UserError: the folder contains several such files, the file is a part of a model, or it is no GGUF file.
     """
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -72,10 +72,10 @@ def gguf_file(model: str) -> Path | None:
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """Return the config of the model in a GGUF file, as its config.json would be, without reading the weights.
+    """Return the config of the model in a GGUF file, in the form of a config.json, without reading the weights.
 
     Raises:
-        UserError: the package gguf is missing, the file is damaged, or it contains what transformers would drop.
+        UserError: the package gguf is missing, the file is damaged, or it has settings that transformers ignores.
     """
     state = path.stat()
     return copy.deepcopy(_read_header(path.resolve(), state.st_size, state.st_mtime_ns)[0])
@@ -83,7 +83,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4)
 def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], int]:
-    """The config, and the number of weights in the file. A vocabulary takes seconds to read, so this is cached."""
+    """Return the config and the number of weights in the file; cached, because a vocabulary takes seconds to read."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"model: {path}: GGUF files need the package gguf; run `pip install 'linearize[gguf]'`")
     from gguf import GGUFReader
@@ -92,7 +92,7 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], 
         reader = GGUFReader(path)
         architecture = str(_value(reader, "general.architecture"))
         parts = int(_value(reader, "split.count") or 1)
-    except Exception as error:  # of a damaged file it raises nearly every kind
+    except Exception as error:  # damaged files raise nearly every kind of error
         raise UserError(f"model: {path}: expected a whole GGUF file, found {_reason(error)}; copy it again") from None
     if architecture not in _ARCHITECTURES:
         raise UserError(
@@ -105,7 +105,7 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], 
             "`llama-gguf-split --merge FIRST_PART OUT.gguf`, and name that file"
         )
     try:
-        # The model's own name in the file is no name of a folder or of a hub model.
+        # The model's name in the file is not the name of a folder or hub model.
         contents, _ = PreTrainedConfig.get_config_dict(str(path.parent), gguf_file=path.name)
         contents = {name: x for name, x in contents.items() if name != "_model_name_or_path"}
         classes: Any = transformers.AutoModelForCausalLM._model_mapping
@@ -123,17 +123,17 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], 
 
 
 def _complete(path: Path, reader: Any, architecture: str, contents: dict[str, Any]) -> None:
-    """Add to `contents` what transformers does not read of the file.
+    """Add fields to `contents` that transformers does not read from the file.
 
     Raises:
-        UserError: the file contains what no field can be made of.
+        UserError: the file has a setting for which there is no field.
     """
-    if contents["model_type"] == "mistral":  # which transformers infers from the model's name; the file has no window
+    if contents["model_type"] == "mistral":  # transformers infers it from the model's name; the file has no window
         contents["sliding_window"] = None
     config = read_contents(contents)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if architecture != "llama" and (length := _value(reader, f"{architecture}.attention.key_length")) is not None:
-        contents["head_dim"] = head_dim = int(length)  # of llama, transformers reads `rope.dimension_count`
+        contents["head_dim"] = head_dim = int(length)  # for llama, transformers reads `rope.dimension_count`
     for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         length = _value(reader, f"{architecture}.{name}")
         if length is not None and int(length) != head_dim:
@@ -169,7 +169,7 @@ def _dropped(path: Path, name: str, found: str) -> UserError:
 
 
 def _llama3_divisors(factor: float, base: float, head_dim: int) -> torch.Tensor:
-    """Divide the frequencies of the angles by these, as Llama 3.1 does (transformers' `modeling_rope_utils`)."""
+    """Return the divisors of the rotary frequencies of Llama 3.1 (transformers' `modeling_rope_utils`)."""
     wavelengths = 2 * torch.pi * base ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     smooth = (_ORIGINAL_LENGTH / wavelengths - _LOW) / (_HIGH - _LOW)
     between = 1 / ((1 - smooth) / factor + smooth)
@@ -178,7 +178,7 @@ def _llama3_divisors(factor: float, base: float, head_dim: int) -> torch.Tensor:
 
 
 def load_gguf(path: Path, *, dtype: torch.dtype, auto_class: str) -> PreTrainedModel:
-    """Load the model in a GGUF file with its weights widened to `dtype`, on the CPU; it is saved as any other model.
+    """Load the model in a GGUF file on the CPU, with weights widened to `dtype`; it can be saved like any other.
 
     Raises:
         UserError: as `read_gguf_config`, or weights are missing, left over, or not read.
@@ -204,10 +204,10 @@ def load_gguf(path: Path, *, dtype: torch.dtype, auto_class: str) -> PreTrainedM
 
 
 def load_gguf_tokenizer(path: Path) -> Tokenizer:
-    """Make the tokenizer that the file describes; where that cannot be, transformers raises errors of any kind."""
+    """Make the tokenizer that the file describes; errors of transformers can be of any kind."""
     tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     contents = read_gguf_config(path)
-    for name in ("bos", "eos", "unk", "pad"):  # which older versions take from elsewhere
+    for name in ("bos", "eos", "unk", "pad"):  # older versions do not read these from the file
         number = contents.get(f"{name}_token_id")
         token = None if number is None else tokenizer.convert_ids_to_tokens(number)
         if getattr(tokenizer, f"{name}_token") != token:
@@ -217,7 +217,7 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
 
 @contextmanager
 def _bar_on_terminals_only() -> Iterator[None]:
-    """Keep the reader's progress bar out of logs; it is not one of those that transformers can switch off."""
+    """Hide the reader's progress bar unless stderr is a terminal; transformers' own setting does not affect it."""
     reader: Any = modeling_gguf_pytorch_utils
     bar = reader.tqdm
     reader.tqdm = functools.partial(bar, disable=None)

@@ -1,4 +1,4 @@
-"""Keyword arguments that carry what a model's hooks read to its linearized layers."""
+"""Keyword arguments by which a model's hooks pass values to its linearized layers."""
 
 LAYOUT = "linearize_layout"  # the SequenceLayout of a call
 ROTATED = "linearize_rotated"  # the text length that sets rotary angles, for longrope and dynamic

@@ -1,4 +1,4 @@
-"""Where the padding and the documents of a call are: read before a model's layers run, and handed to them."""
+"""Find the padding and the documents of a call before a model's layers run, and pass them to the layers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from linearize.ops.layout import SequenceLayout
 
 
 def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of what runs the layers: hands padding and document boundaries to the linearized ones.
+    """Pass padding and document boundaries to linearized layers: a forward pre-hook of the module that runs the layers.
 
-    Where a call has padding and no position ids, positions are counted from each row's first token, as `generate` does.
-    transformers would count padding, too; softmax with RoPE cannot tell, but feature maps can.
+    If a call has padding but no position ids, positions are counted from each row's first token, as `generate` does.
+    transformers would count padding too, which does not change softmax with RoPE, but does change feature maps.
     """
     refuse_context_parallel()
     given = _arguments(model, args, kwargs)
     tokens = _tokens(given)
     if tokens is None:
-        return args, kwargs  # the model itself says what is missing
+        return args, kwargs  # the model raises an error about the missing argument
     mask, cache = given.get("attention_mask"), given.get("past_key_values")
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         mask = _whole_mask(mask, given.get("position_ids"), cache, tokens.shape[1])
@@ -49,13 +49,13 @@ def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def _whole_mask(mask: Tensor | None, position_ids: Tensor | None, cache: Any, tokens: int) -> Tensor | None:
-    """Return the mask over all slots, those in the state too, and check that it has the padding of the state.
+    """Return the mask over all slots, including the state's, and check that it has the padding of the state.
 
-    A state knows how many tokens each of its rows has seen, but not in which slots. Without the mask of these slots,
-    new tokens would get other positions, in `generate` too, and softmax layers would attend to padding.
+    A state knows how many tokens each row has seen, but not in which slots. Without the mask of these slots, new tokens
+    would get wrong positions, also in `generate`, and softmax layers would attend to padding.
 
     Args:
-        mask: None, or [B, slots], 1 for tokens; of the new tokens alone, where the state has no padding.
+        mask: None, or [B, slots], 1 for tokens; of the new tokens alone if the state has no padding.
         position_ids: None, or [B or 1, T].
         cache: None, or the state of the tokens before.
         tokens: T.
@@ -88,14 +88,14 @@ def _check_padding(mask: Tensor | None, first: Tensor | None, seen: Tensor, slot
 
     Args:
         mask: [B, slots], or None: all slots are tokens.
-        first: positions of the first new tokens, [B or 1], where no softmax layer reads masks; or None. Without a mask
-            they will do: so it is in steps of `generate` with a static cache.
+        first: positions of the first new tokens, [B or 1], if no softmax layer reads masks; else None. Without a mask,
+            as in steps of `generate` with a static cache, these positions are checked instead.
         seen: [B].
         slots: of the state, padding included.
-        tokens: how many come now.
+        tokens: number of new tokens.
 
     Raises:
-        UserError: it does not.
+        UserError: the numbers differ.
     """
     if mask is None and first is not None and bool((first.to(seen.device) == seen).all()):
         return
@@ -114,12 +114,12 @@ def _check_padding(mask: Tensor | None, first: Tensor | None, seen: Tensor, slot
 
 
 def _without_padding(mask: Tensor, tokens: int) -> Tensor | None:
-    """Return positions [B, T] of these tokens, counted from each row's first one; None: the model counts the same.
+    """Return positions [B, T] of these tokens, counted from each row's first one; None: the model's own are equal.
 
     Args:
         mask: [B, past + T], 1 for tokens.
     """
-    compiling = torch.compiler.is_compiling()  # where one token reads nothing of the mask
+    compiling = torch.compiler.is_compiling()  # a compiled step of one token must not read the mask
     if mask.shape[1] == 1 or (not (compiling and tokens == 1) and bool(mask.all())):
         return None
     return (mask.to(torch.int64).cumsum(1) - 1).clamp_min(0)[:, -tokens:]
@@ -132,23 +132,23 @@ def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dic
 
 
 def _tokens(given: dict[str, Any]) -> Tensor | None:
-    """The tokens of a call, or their embeddings: [B, T] or [B, T, E]."""
+    """Return the tokens of a call [B, T], or their embeddings [B, T, E]."""
     return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
 
 
 def _positions(model: Any, given: dict[str, Any]) -> Tensor | None:
-    """Position ids that may tell documents apart: as in transformers, where no cache is used, not even a new one."""
+    """Return position ids that may separate documents; None if a cache is used, as in transformers."""
     use_cache = model.config.use_cache if given.get("use_cache") is None else given["use_cache"]
     return None if use_cache or given.get("past_key_values") is not None else given.get("position_ids")
 
 
 def keep_documents_apart(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Let a base that forgets positions when it makes its mask attend within each document of a row, as others do.
+    """Make a base whose masks ignore position ids (OPT) attend within each document of a row, as other bases do.
 
-    Without it, such a softmax model would compute another function of packed rows than its student.
+    Otherwise such a softmax model would attend across packed documents, unlike its student.
 
     Returns:
-        by which this can be undone; empty for a base that does so by itself.
+        handles to undo this; empty for other bases.
     """
     architecture = architecture_of(model)
     if architecture is None or architecture.parts is None or not architecture.forgets_positions:
@@ -159,7 +159,7 @@ def keep_documents_apart(model: PreTrainedModel) -> list[RemovableHandle]:
 
 @contextmanager
 def documents_apart(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within, documents packed into a row know nothing of each other, whatever the base; see `keep_documents_apart`."""
+    """Keep attention within each packed document, for every base, in the `with` block; see `keep_documents_apart`."""
     handles = keep_documents_apart(model)
     try:
         yield model
@@ -185,7 +185,7 @@ def _documents_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of an encoder: hands padding to the linearized layers; every row is one document.
+    """Pass padding to the linearized layers of an encoder: a forward pre-hook. Every row is one document.
 
     Rows of images have no padding, unless a mask says so.
     """
@@ -193,7 +193,7 @@ def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     given = _arguments(model, args, kwargs)
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if mask is None:
-        # Some implementations of softmax attention would keep such documents apart, others would not.
+        # Implementations of softmax attention differ in whether they separate such documents.
         if position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any()):
             raise UserError(
                 "position_ids: expected positions that go up by 1 from token to token, because there is no "
@@ -205,7 +205,7 @@ def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def forget_layouts(model: nn.Module) -> None:
-    """Take the hooks for linearized layers off a model that has none any more."""
+    """Remove the hooks for linearized layers from a model that has no such layers any more."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook in (layout_hook, encoder_layout_hook):
@@ -213,7 +213,7 @@ def forget_layouts(model: nn.Module) -> None:
 
 
 def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int) -> SequenceLayout | None:
-    """Where the padding and the documents are; None where every row is one full document.
+    """Return the layout of padding and documents; None: every row is one full document.
 
     Args:
         mask: None, or the 2D attention mask [B, past + T], 1 for tokens.
@@ -230,7 +230,7 @@ def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int)
                 "cannot apply an arbitrary mask"
             )
         valid = mask[:, -length:].bool()
-        # One token at a time generation only ever appends tokens; reading the mask would break a compiled graph.
+        # A compiled step appends one token to every row; reading the mask would break its graph.
         if (length == 1 and torch.compiler.is_compiling()) or bool(valid.all()):
             return None
         return SequenceLayout.from_valid(valid)

@@ -1,4 +1,4 @@
-"""A teacher without its weights: the model itself on torch's meta device, of which plans count what they need."""
+"""A teacher without its weights, on torch's meta device, whose sizes plans count."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from linearize.hf.teacher import TeacherShape
 
 @dataclass(frozen=True)
 class MetaModel:
-    """Count the weights of a softmax model by place: a language model with its head, or the base of an encoder.
+    """Numbers of weights of a softmax model: a language model with its head, or the base of an encoder.
 
     Attributes:
-        model: the model itself, without data.
+        model: the model without data.
         total: all weights, tied ones once.
-        embeddings: those that are looked up or added: of tokens, positions, types, special tokens.
-        layers: those of each layer.
-        used: of these the ones that a token meets: of a layer's experts only as many as it is sent to.
-        outside: those outside the layers that every token is multiplied by; the head's also where they are embeddings.
-        rotary_dims: how many dimensions of a head each layer rotates (RoPE), 0 where it does not; of an encoder none.
+        embeddings: weights that are looked up or added: of tokens, positions, types, special tokens.
+        layers: weights of each layer.
+        used: weights of each layer that one token uses: only the experts that it is sent to.
+        outside: weights outside the layers by which every token is multiplied; also those of a head tied to embeddings.
+        rotary_dims: dimensions of a head that each layer rotates (RoPE), 0 for layers without RoPE and for encoders.
         contents: of the config.json, as JSON.
     """
 
@@ -45,9 +45,9 @@ class MetaModel:
     contents: str
 
     def reduced(self, layers: Sequence[int], dtype: torch.dtype) -> PreTrainedModel:
-        """The model in `dtype` with these of its layers alone, on the meta device, as it is loaded: frozen, in eval.
+        """Return a copy in `dtype` with these layers alone, on the meta device, frozen and in eval mode.
 
-        Of an encoder, all layers are kept.
+        An encoder keeps all layers.
         """
         parts, left_out = ARCHITECTURES[self.model.config.model_type].parts, dict[int, object]()
         if parts is not None:
@@ -58,7 +58,7 @@ class MetaModel:
             model.config.num_hidden_layers = len(layers)
             if getattr(model.config, "layer_types", None) is not None:  # read by the place in the stack
                 model.config.layer_types = [model.config.layer_types[index] for index in layers]
-        if model._supports_sdpa:  # what transformers then chooses, but not where that leaves a soft cap out
+        if model._supports_sdpa:  # transformers' default, but sdpa ignores soft caps
             model.set_attn_implementation("sdpa")
             if drops_soft_cap(model.config):
                 model.set_attn_implementation("eager")
@@ -66,7 +66,7 @@ class MetaModel:
 
     @classmethod
     def of(cls, teacher: TeacherShape) -> MetaModel:
-        """Build the model and count.
+        """Build the model and count its weights.
 
         Raises:
             UserError: the contents of config.json make no model.
@@ -77,13 +77,13 @@ class MetaModel:
     def _of(cls, contents: dict[str, Any]) -> MetaModel:
         model, architecture = _build(contents), ARCHITECTURES[contents["model_type"]]
         attention = {name: m for name, m in model.named_modules() if isinstance(m, architecture.attention)}
-        # A layer is what has the last number in the path to its attention.
+        # A layer is the module with the last number in the path to its attention.
         layers = [model.get_submodule(re.findall(r".*\b\d+(?=\.)", name)[0]) for name in attention]
         within = {module for layer in layers for module in layer.modules()}
         looked_up = sum(
             parameter.numel()
             for module in set(model.modules()) - within
-            # What a module has besides its children's weights are special tokens and positions of images.
+            # Parameters of modules with children are special tokens and positions of images.
             if isinstance(module, nn.Embedding) or next(module.children(), None) is not None
             for parameter in module.parameters(recurse=False)
         )
@@ -103,7 +103,7 @@ class MetaModel:
             layers=in_layers,
             used=tuple(sum(_met(p, model.config) for p in layer.parameters()) for layer in layers),
             outside=total - sum(in_layers) - looked_up + tied,
-            # SmolLM3's own attribute says which layers do not.
+            # `use_rope` is SmolLM3's own attribute.
             rotary_dims=tuple(rotary if getattr(m, "use_rope", True) else 0 for m in attention.values()),
             contents=json.dumps(contents, sort_keys=True),
         )
@@ -112,7 +112,7 @@ class MetaModel:
 def _build(contents: dict[str, Any]) -> PreTrainedModel:
     bidirectional = ARCHITECTURES[contents["model_type"]].bidirectional
     auto = transformers.AutoModel if bidirectional else transformers.AutoModelForCausalLM
-    # Nothing is computed, so any attention will do; the one that a config.json asks for may not be installed.
+    # Nothing is computed, so the implementation does not matter; that of the config.json may not be installed.
     with torch.device("meta"), no_init_weights():
         model = auto.from_config(read_contents(contents), attn_implementation="eager")
     model.tie_weights()  # which is part of initialising them
@@ -120,5 +120,5 @@ def _build(contents: dict[str, Any]) -> PreTrainedModel:
 
 
 def _met(parameter: nn.Parameter, config: Any) -> int:
-    """Count a layer's weights that one token uses. Experts are the first of a tensor's three dimensions."""
+    """Return how many numbers of a parameter one token uses. Experts are the first of three dimensions."""
     return parameter.numel() if parameter.ndim < 3 else config.num_experts_per_tok * parameter[0].numel()

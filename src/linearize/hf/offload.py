@@ -1,4 +1,4 @@
-"""Models of which accelerate keeps a part in CPU memory or on disk, because the devices are too small."""
+"""Handle models that accelerate keeps partly in CPU memory or on disk, because the devices are too small."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from linearize.base import UserError
 
 
 def keep_in_memory(mixer: nn.Module) -> None:
-    """Give a mixer that accelerate has offloaded its weights back, for good: they are small.
+    """Load the weights of a mixer that accelerate has offloaded, for good: they are small.
 
-    accelerate brings a module's weights when its `forward` is called, and only then; the parts of a mixer have methods
-    of other names, which would compute with nothing.
+    accelerate loads a module's weights only when its `forward` is called, but parts of a mixer have other methods.
     """
     for module in mixer.modules():
         hook: Any = vars(module).get("_hf_hook")
@@ -22,12 +21,9 @@ def keep_in_memory(mixer: nn.Module) -> None:
 
 
 def refuse_offloaded(model: nn.Module) -> None:
-    """Check that accelerate offloads no weights of a model: a student that shares them would compute with nothing.
+    """Raise UserError if accelerate offloads weights of a model: a student could not share them.
 
-    A model that is spread over several devices is fine, and so is one on torch's meta device, without accelerate.
-
-    Raises:
-        UserError: it does.
+    A model on several devices passes, and so does one on torch's meta device without accelerate.
     """
     if not any("_hf_hook" in vars(module) for module in model.modules()):
         return
@@ -40,7 +36,7 @@ def refuse_offloaded(model: nn.Module) -> None:
 
 
 def _load(module: nn.Module, hook: Any) -> None:
-    from accelerate.hooks import remove_hook_from_module  # there, if there is a hook; it is slow to import
+    from accelerate.hooks import remove_hook_from_module  # slow to import; installed if there is a hook
     from accelerate.utils import set_module_tensor_to_device
 
     remove_hook_from_module(module)

@@ -1,7 +1,7 @@
-"""A few layers of a softmax model as a model of their own: no other weight is read, its input is the residual stream.
+"""Load a few layers of a softmax model as a model of their own, whose input is the residual stream.
 
-For models that do not fit in memory (LoLCATs sec. 3.3). Modules keep the names and layer indices that they have in the
-whole model, so what is trained in a block, or drawn at random for it, needs no translation.
+No other weights are read: this is for models that do not fit in memory (LoLCATs sec. 3.3). Modules keep their names and
+layer indices, so trained weights and random numbers of a block are those of the whole model.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from linearize.hf.gguf_file import gguf_file
 
 
 def stored_by_layer(model_type: str) -> bool:
-    """Return whether `load_block` can read a model type: a decoder whose files name its weights as the model does."""
+    """Return whether `load_block` supports a model type: a decoder whose files name weights as the model does."""
     return not ARCHITECTURES[model_type].bidirectional and not get_checkpoint_conversion_mapping(model_type)
 
 
 def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """These layers of a causal language model, in eval mode, with no weight but their own.
+    """Load these layers of a causal language model, in eval mode, with no other weights.
 
-    The first block has the embeddings and takes `input_ids`; the others take what leaves the layer before, as
-    `inputs_embeds` [B, T, E]. Both give the residual stream behind their last layer, un-normalised, as
+    The first block has the embeddings and takes `input_ids`. Other blocks take the output of the previous layer as
+    `inputs_embeds` [B, T, E]. All return the residual stream after their last layer, un-normalised, as
     ``last_hidden_state`` of ``base_model``. There is no language model head.
 
     Args:
-        model: a folder or a hub id, with safetensors; of a hub model, only the files with these layers are fetched.
+        model: a folder or a hub id with safetensors; only the files with these layers are fetched from the hub.
 
     Raises:
-        UserError: an architecture that is not supported, or weights that are missing, quantised or unreadable.
+        UserError: an architecture that is not supported, or weights that are missing, quantized or unreadable.
     """
     checkpoint = StoredWeights(model)
     with torch.device("meta"):
@@ -56,7 +56,7 @@ def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.d
 
 
 def _keep(model: Any, layers: range) -> None:
-    """Cut everything but `layers` out of a model without weights, in place."""
+    """Remove all modules but `layers` from a model without weights, in place."""
     base: Any = model.base_model
     parts = ARCHITECTURES[model.config.model_type].parts
     assert isinstance(parts, Parts)  # of a decoder
@@ -64,7 +64,7 @@ def _keep(model: Any, layers: range) -> None:
     if not (layers and layers.step == 1 and layers.start >= 0 and layers.stop <= total):
         raise ValueError(f"layers: expected some of the model's {total}, one after the other; found {layers}")
     for index in set(range(total)) - set(layers):
-        delattr(stack, str(index))  # `del stack[index]` would give the layers behind it other names
+        delattr(stack, str(index))  # `del stack[index]` would rename the layers after it
     model.config.num_hidden_layers = len(layers)
     if getattr(model.config, "layer_types", None) is not None:  # read by the place in the stack
         model.config.layer_types = model.config.layer_types[layers.start : layers.stop]
@@ -81,7 +81,7 @@ def _keep(model: Any, layers: range) -> None:
 
 @torch.no_grad()
 def compute_buffers(model: Any, device: torch.device) -> None:
-    """Those that no checkpoint holds and the model itself initialises, such as the factor of Gemma's embeddings."""
+    """Compute buffers that are in no checkpoint, such as the factor of Gemma's embeddings, by the model's own code."""
     for module in model.modules():
         missing = {name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         if missing:
@@ -93,7 +93,7 @@ def compute_buffers(model: Any, device: torch.device) -> None:
 
 
 def _replace(base: nn.Module, paths: Iterable[str | None], make: Callable[[], nn.Module]) -> None:
-    """Put something else in these places; those that this model has none of stay empty."""
+    """Replace the modules at these paths by new ones of `make`; paths that this model lacks stay empty."""
     for path in paths:
         around, _, name = (path or "").rpartition(".")
         if getattr(base.get_submodule(around), name, None) is not None:
@@ -101,14 +101,14 @@ def _replace(base: nn.Module, paths: Iterable[str | None], make: Callable[[], nn
 
 
 class _NoEmbedding(nn.Module):
-    """In place of embeddings of tokens or positions, where they are in the residual stream already: adds nothing."""
+    """Return 0 in place of token or position embeddings, which are in the residual stream already."""
 
     def forward(self, ids: Shaped[Tensor, "B T"], *args: object, **kwargs: object) -> Tensor:
         return torch.zeros((), device=ids.device)
 
 
 def weight_files(model: str) -> dict[str, str]:
-    """The file of each tensor of a model, a folder or of the hub. The order of preference is that of transformers.
+    """Return the file of each tensor of a model, a folder or hub id, with the same preferences as transformers.
 
     Raises:
         UserError: there are no safetensors.
@@ -128,7 +128,7 @@ def weight_files(model: str) -> dict[str, str]:
 
 
 class StoredWeights:
-    """The safetensors of a softmax model, in one file or in several, of a folder or of the hub.
+    """The safetensors of a softmax model, in one file or several, in a folder or on the hub.
 
     Raises:
         UserError: as `load_block`.
@@ -164,10 +164,10 @@ class StoredWeights:
             )
 
     def read(self, names: Iterable[str], prefix: str, device: torch.device) -> dict[str, Tensor]:
-        """These tensors, by name. Checkpoints of a base model call them without its prefix.
+        """Return these tensors by name. In checkpoints of a base model their names lack `prefix`.
 
         Raises:
-            UserError: one of them is not there.
+            UserError: a tensor is missing.
         """
         wanted: dict[str, dict[str, str]] = {}  # file -> name in it -> name
         for name in names:

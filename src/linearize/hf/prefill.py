@@ -1,4 +1,4 @@
-"""Ways of a linearized model to read a prompt: its config's `prefill`."""
+"""The ways in which a linearized model can read a prompt: its config's `prefill`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized teachers: which can be saved, and layers of bitsandbytes (0.50), which change at their first use."""
+"""Handle quantized teachers: refuse those that cannot be saved, and prepare layers of bitsandbytes (0.50)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from linearize.base import UserError
 
 
 def refuse_unsavable(model: nn.Module) -> None:
-    """See that a model's weights can be saved.
-
-    Raises:
-        UserError: they are quantized in a way that transformers cannot write, as from a GGUF file.
-    """
+    """Raise UserError if weights are quantized in a way that transformers cannot save, as from a GGUF file."""
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None or quantizer.is_serializable():
         return
@@ -28,10 +24,10 @@ def refuse_unsavable(model: nn.Module) -> None:
 
 
 def settle(model: nn.Module) -> None:
-    """Do now what its layers would do at their first use, or keep them from it; other layers stay as they are.
+    """Prepare layers of bitsandbytes, in place, so that their first use does not change them.
 
-    A CPU with AVX512-BF16 packs 4-bit weights anew then. They let no gradient through after that, and are saved
-    wrongly, so that is kept from happening.
+    8-bit layers are initialised now. 4-bit layers are kept from packing their weights anew on CPUs with AVX512-BF16:
+    packed weights have no gradients and are saved wrongly.
 
     Raises:
         UserError: 4-bit weights are packed already.
@@ -50,7 +46,7 @@ def settle(model: nn.Module) -> None:
 
 
 def beside_parameters(model: nn.Module) -> Iterator[Tensor]:
-    """Where settled layers have their 8-bit weights: in an object of their own, not among parameters and buffers."""
+    """Yield the 8-bit weights of settled layers, which are neither parameters nor buffers."""
     module: Any
     for module in model.modules():
         if hasattr(module, "init_8bit_state"):

@@ -1,7 +1,7 @@
-"""Reading and writing models whose weights are divided: no process ever holds the whole model.
+"""Read and write models whose weights are divided among processes: no process ever holds the whole model.
 
-Each process reads its rows of every tensor (torch's distributed checkpoints over safetensors); written files are
-gathered one after the other.
+Each process reads its rows of every tensor (torch's distributed checkpoints over safetensors). Weights are gathered for
+one written file at a time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from linearize.hf.gguf_file import gguf_file
 from linearize.hf.partial_model import compute_buffers, weight_files
 from linearize.hf.sharding import first_row, local, replace_weights, shard, skeleton, whole
 
-FILE_SIZE = "5GB"  # of written weights; the main process holds as much of them
-_READS = 16  # parts in which a model is read, for the progress bar: each looks at the headers of all files
+FILE_SIZE = "5GB"  # of each written file, which the main process holds in memory
+_READS = 16  # parts in which a model is read, for the progress bar; each reads the headers of all files
 
 
 def load_sharded(
@@ -45,12 +45,12 @@ def load_sharded(
     stored: torch.dtype | None = None,
     auto_class: str = CAUSAL,
 ) -> PreTrainedModel:
-    """A softmax decoder in eval mode whose weights are divided among all processes, which call this together.
+    """Load a softmax decoder in eval mode with its weights divided among all processes, which call this together.
 
     Args:
         model: a folder, or a hub id, which the main process fetches first.
-        dtype: in which layers compute.
-        stored: of the weights, where it is another: that of masters which train.
+        dtype: of the layers' computation.
+        stored: of the weights, if it differs: that of master weights for training.
 
     Raises:
         UserError: a GGUF file, an encoder, quantized weights, or weights that are missing, left over, or of another
@@ -85,7 +85,7 @@ def load_sharded(
 
 
 def _read(model: Any, name: str, folder: Path, stored: set[str]) -> None:
-    """Fill the weights from the safetensors in `folder`, of which tensors of these names count.
+    """Fill the weights from the tensors named `stored` in the safetensors in `folder`.
 
     Raises:
         UserError: as `load_sharded`.
@@ -121,9 +121,9 @@ def _read(model: Any, name: str, folder: Path, stored: set[str]) -> None:
 
 
 def save_sharded(model: Any, folder: Path) -> None:
-    """Write what `save_pretrained` writes for the model in one piece; all processes call this, the main one writes.
+    """Write the files of `save_pretrained` for a divided model. All processes call this; the main process writes.
 
-    Weights are of the dtype in which layers compute.
+    Weights are saved in the dtype in which layers compute.
     """
     if world().main:
         bare = skeleton(model).to(model.config.dtype)
@@ -153,10 +153,10 @@ def save_sharded(model: Any, folder: Path) -> None:
 
 
 def as_stored(model: PreTrainedModel, name: str, tensor: Tensor, first: int = 0) -> dict[str, Tensor]:
-    """A tensor of the model as checkpoints have it: under its name there, and experts one by one.
+    """Return views of a tensor of the model by their names in checkpoints, which store experts one by one.
 
     Args:
-        tensor: of experts perhaps only some, from the one of number `first` on. What comes back lies in it.
+        tensor: the whole tensor, or of experts some rows, from number `first` on.
     """
     transforms = get_checkpoint_conversion_mapping(model.config.model_type) or ()
     parts = {name: tensor}
@@ -176,13 +176,13 @@ def as_stored(model: PreTrainedModel, name: str, tensor: Tensor, first: int = 0)
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All that checkpoints hold of the model, tied weights once."""
+    """Return the tensors of the model that checkpoints have, tied weights once."""
     buffers, held = dict(model.named_buffers()), model.state_dict().keys()
     return dict(model.named_parameters()) | {name: x for name, x in buffers.items() if name in held}
 
 
 def _name_in(stored: set[str], key: str, model: Any) -> str | None:
-    """By which name the files have a tensor: those of a base model call it without its prefix; tied ones by either."""
+    """Return the name of a tensor in the files: with or without the base's prefix, for tied weights either name."""
     tied = getattr(model, "all_tied_weights_keys", {})
     names = [key, *(alias for alias, of in tied.items() if of == key)]
     names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
@@ -190,6 +190,6 @@ def _name_in(stored: set[str], key: str, model: Any) -> str | None:
 
 
 def _of_no_account(key: str, model: Any) -> bool:
-    """Return whether a tensor that the model lacks may be in its files: tied weights, and what transformers ignores."""
+    """Return whether files may have this tensor although the model lacks it: tied, or ignored by transformers."""
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return key in getattr(model, "all_tied_weights_keys", {}) or any(re.search(pattern, key) for pattern in ignored)

@@ -1,8 +1,8 @@
-"""Models whose weights are divided among processes by torch's FSDP2, each decoder layer a unit.
+"""Divide the weights of models among processes by torch's FSDP2, with each decoder layer as a unit.
 
-Mixers are small: every process has them whole, outside of the units, because attention transfer computes their
-gradients inside the forward of a unit, where FSDP2 could not reduce them. A divided weight is a DTensor of the whole
-weight's shape, of which this process holds some rows.
+Mixers are small, and every process has them whole: attention transfer computes their gradients inside the forward of a
+unit, where FSDP2 could not reduce them. A divided weight is a DTensor of the whole weight's shape, of which this
+process holds some rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from linearize.hf.layouts import keep_documents_apart
 def shard(model: PreTrainedModel, device: torch.device) -> None:
     """Divide the weights of a decoder among all processes, in place; those on the meta device stay there.
 
-    Gradients are added up over the processes, not averaged, as `distributed.sum_gradients` does for what each process
-    has whole. Weights of another dtype than the model's (`config.dtype`) are those that train: layers compute in the
-    model's, and gradients are reduced in theirs.
+    Gradients are summed over the processes, not averaged, as in `distributed.sum_gradients` for undivided weights.
+    Weights may have another dtype than `config.dtype`, for training: layers compute in `config.dtype`, and gradients
+    are reduced in the dtype of the weights.
 
     Raises:
         UserError: an encoder.
@@ -48,36 +48,36 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     if stored != computed:
         policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored, cast_forward_inputs=False)
     mesh = init_device_mesh(device.type, (world().size,))
-    # The last unit, of all that is in no layer, holds tied embeddings once. It too is dropped after its forward: what
-    # is kept would be stale when its weights are set.
+    # The last unit has all weights outside layers, tied embeddings once. It too is resharded after its forward:
+    # gathered weights would be stale after their rows are set.
     unit: Any
     for unit in (*model.base_model.get_submodule(architecture.parts.layers).children(), model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=mixers)
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        unit.set_force_sum_reduction_for_comms(True)  # gloo supports no other
 
 
 def _computed_in(model: Any) -> torch.dtype:
-    """The dtype of what layers compute, which is not that of weights that train beneath half precision."""
+    """Return the dtype in which layers compute; trained weights of half-precision models have another."""
     return model.config.dtype
 
 
 def skeleton(model: PreTrainedModel) -> Any:
-    """The model that `model` was before it was divided, in its dtypes, but without weights (on the meta device)."""
+    """Return `model` as it was before it was divided, with its dtypes, but without weights (on the meta device)."""
     cls: Any = type(model).__bases__[1] if is_sharded(model) else type(model)
     config: Any = copy.deepcopy(model.config)
     chosen = {"dtype": config.dtype, "attn_implementation": config._attn_implementation}
     with torch.device("meta"), no_init_weights():
         bare = cls._from_config(config, **chosen)
-    bare.tie_weights()  # which is part of initialising them
+    bare.tie_weights()  # `no_init_weights` skips this too
     keep_documents_apart(bare)
     return bare.eval().to(model.dtype)
 
 
 def shard_alike(model: PreTrainedModel, divided: PreTrainedModel) -> None:
-    """Divide a model without weights as another one is; it gets the same weights, and shares their storage.
+    """Divide a model without weights like `divided`, and give it the same weights, with shared storage.
 
-    (Where rows cannot be divided evenly, FSDP2 pads, and what it pads are copies.)
+    If rows cannot be divided evenly, FSDP2 pads copies instead.
     """
     weights: dict[str, Any] = dict(divided.named_parameters())
     device = next(iter(weights.values())).device
@@ -90,12 +90,12 @@ def shard_alike(model: PreTrainedModel, divided: PreTrainedModel) -> None:
                 setattr(module, key, buffers[f"{name}.{key}".lstrip(".")])
 
 
-Make = Callable[[str, Any], Tensor]  # of a weight's name, and the weight that was there
+Make = Callable[[str, Any], Tensor]  # (a weight's name, the previous weight) -> the new weight
 
 
 @torch.no_grad()
 def replace_weights(model: nn.Module, make: Make) -> None:
-    """Put what `make` gives in place of every weight that is divided; tied ones stay tied."""
+    """Replace every divided weight by `make(name, weight)`; tied weights stay tied."""
     made: dict[int, nn.Parameter] = {}
     reshard(model)
     for name, module in list(model.named_modules()):
@@ -108,63 +108,63 @@ def replace_weights(model: nn.Module, make: Make) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of weights that were gathered, so that what is done to their rows counts from the next pass on."""
+    """Free gathered weights, so that the next forward reads changes of their rows."""
     for unit in units(model):
         unit.reshard()
 
 
 def adopt(model: nn.Module) -> None:
-    """Let FSDP2 take up parameters that were set in place of others."""
+    """Make FSDP2 use parameters that were set in place of others."""
     for unit in units(model):
         unit._apply(lambda tensor: tensor, recurse=False)
 
 
 def units(model: nn.Module) -> list[Any]:
-    """Return the modules that FSDP2 gathers at a time: the layers, and the model itself for the rest."""
+    """Return the modules whose weights FSDP2 gathers together: the layers, and the model for all other weights."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def see_what_trains(model: nn.Module) -> None:
-    """Let FSDP2 see which of the weights train, before a stage: by that it decides about the dtype of gradients."""
+    """Make FSDP2 read, before a stage, which weights train: that decides the dtype of their gradients."""
     for unit in units(model):
         unit.unshard()
         unit.reshard()
 
 
 def divided_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that are divided, by name; none of a model that is not."""
+    """Return the divided weights by name; empty if the model is not divided."""
     return {name: weight.detach() for name, weight in model.named_parameters() if isinstance(weight, DTensor)}
 
 
 @torch.no_grad()
 def round_weights(model: Any) -> None:
-    """Round divided weights to the dtype in which layers compute, as those of a model in one piece at a stage's end."""
+    """Round divided weights to the dtype in which layers compute, as is done at a stage's end without sharding."""
     for weight in divided_weights(model).values():
         if weight.dtype != _computed_in(model):
             weight.copy_(weight.to(_computed_in(model)))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The rows of it that this process has, or all of a tensor that is not divided."""
+    """Return the rows of a tensor that this process has, all if it is not divided."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def first_row(tensor: Tensor) -> int:
-    """The number of the first row that this process has."""
+    """Return the index of the first row that this process has."""
     if not isinstance(tensor, DTensor):
         return 0
     return min(world().rank * -(-len(tensor) // world().size), len(tensor))
 
 
 def own_rows(tensor: Tensor, like: Any) -> Tensor:
-    """Return a DTensor, divided as `like` is, of a tensor that every process has; nothing is sent."""
+    """Return a tensor that every process has as a DTensor divided like `like`, without communication."""
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def run_layers(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
-    """A forward for the sake of what happens in the layers.
+    """Run the layers, without an output: by the base model, without a head.
 
-    The base model's, without a head; a divided model must be called itself, and computes one logit of each row.
+    A divided model must be called itself; it computes the logits of one token of each row.
     """
     if not is_sharded(model):
         model.base_model(**inputs)
@@ -174,5 +174,5 @@ def run_layers(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered if it is divided; all processes must ask."""
+    """Return the whole tensor, gathered if it is divided; all processes must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Weights are loaded whole or not at all: nothing that a checkpoint lacks is made up, nothing in it is left over."""
+"""Load weights completely or not at all: refuse checkpoints with missing or unused weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """A model by `load`, a `from_pretrained`, and what transformers says of its weights.
+    """Return a model by `load`, a `from_pretrained`, and transformers' loading info.
 
-    What transformers declares to be of no account, such as tied weights, may be missing or left over. So may be:
-
-    - all of the mixers, where the checkpoint is a softmax model's: that is a conversion;
-    - a head that the checkpoint is not of, or a pooler. One that is missing is new and random, unless it predicts
-      tokens: nobody means that.
+    Weights that transformers ignores, such as tied ones, may be missing or left over. So may be:
+    - all mixers, if the checkpoint is a softmax model's: that is a conversion;
+    - the head or pooler of another model class. A missing head is new and random, but a missing language model head is
+      an error.
 
     Args:
-        name: of the checkpoint; None where `kwargs` has the weights. For a `gguf_file`, `kwargs` has the `config`.
+        name: of the checkpoint; None if `kwargs` has the weights. With a `gguf_file`, `kwargs` has the `config`.
 
     Raises:
         UserError: other weights are missing, left over or of another shape.
@@ -40,7 +39,7 @@ def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -
             raise UserError(f"model {name}: expected weights that fit config.json, found others for {key[1]}") from None
     if name is None:
         stored = {}
-    elif "gguf_file" in kwargs:  # whose vocabulary would be read again, for seconds
+    elif "gguf_file" in kwargs:  # reading its config again would take seconds, for the vocabulary
         stored = kwargs["config"].to_dict()
     else:
         stored = PreTrainedConfig.get_config_dict(name, **kwargs)[0]
@@ -76,7 +75,7 @@ def _in_trunk(key: str, model: PreTrainedModel) -> bool:
 
 
 def _siblings(key: str, model: PreTrainedModel) -> set[str]:
-    """All that a checkpoint holds of the module that a tensor belongs to."""
+    """Return the names of all tensors in a checkpoint of the module to which a tensor belongs."""
     around = key.rpartition(".")[0]
     return {f"{around}.{name}" for name in model.get_submodule(around).state_dict()}
 
@@ -88,7 +87,7 @@ def _some(keys: set[str]) -> str:
 
 @contextmanager
 def _without_report() -> Iterator[list[str]]:
-    """Keep transformers' table of weights in this list, out of the log: what matters of it is said in one line."""
+    """Collect transformers' table of weights in the yielded list instead of the log."""
     reports: list[str] = []
 
     def other(record: logging.LogRecord) -> bool:

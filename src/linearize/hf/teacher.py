@@ -1,4 +1,4 @@
-"""The shape of a teacher, told by its ``config.json`` alone: what resolving a recipe needs, and nothing more."""
+"""Read the shape of a teacher from its ``config.json`` alone, as far as recipes need it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from linearize.hf.architectures import ARCHITECTURES
 from linearize.hf.config_json import blaming_fields, positive, read_contents
 from linearize.hf.config_refusals import refuse
 
-# Without these, a config.json does not say which model it is of: transformers would take the sizes of some other one.
+# Without these fields, transformers would use the sizes of its default model.
 _STATED = ("num_hidden_layers", "num_attention_heads", "hidden_size")
-# Tokens of a vision model besides the patches of its image.
+# Special tokens of a vision model, besides the patches of its image.
 _SPECIAL_TOKENS = {"vit": 1, "deit": 2, "dinov2": 1}
 
 
 @dataclass(frozen=True)
 class TeacherShape:
-    """Sizes of a decoder or an encoder: layers, heads, widths, and which layers already attend within a sliding window.
+    """Sizes of a decoder or an encoder.
 
-    Layers that share their weights (ALBERT) are one, and `passes` says how often the stream goes through each. A vision
-    model has no vocabulary (0), and its `max_positions` are the patches and special tokens of an image of its own size.
-    `bidirectional`: every token sees those behind it, too, which makes an encoder. `contents` are those of config.json,
-    of which `MetaModel` builds the model itself.
+    Attributes:
+        vocab_size: 0 for vision models.
+        max_positions: for vision models, the patches and special tokens of an image of the model's own size.
+        sliding_layers: layers whose own attention has a sliding window.
+        passes: how often the residual stream goes through each layer; layers with shared weights (ALBERT) are one.
+        bidirectional: whether tokens see later tokens, as in encoders.
+        contents: of the config.json, from which `MetaModel` builds the model.
     """
 
     model_type: str
@@ -44,11 +47,7 @@ class TeacherShape:
     contents: dict[str, Any] = field(repr=False, compare=False)
 
     def refuse_encoder(self, field: str, reason: str) -> None:
-        """For what only a decoder can do.
-
-        Raises:
-            UserError: this is an encoder.
-        """
+        """Raise UserError if this is an encoder, with the `field` and the `reason` in the message."""
         if self.bidirectional:
             raise UserError(f"{field}: expected a decoder, found the encoder {self.model_type!r}; {reason}")
 
@@ -62,7 +61,7 @@ class TeacherShape:
         """Read the shape from the contents of a ``config.json``, of a softmax model or a linearized one.
 
         Raises:
-            UserError: the architecture is not supported, or cannot be, or a field makes no sense.
+            UserError: the architecture is not supported, or a field is invalid.
         """
         model_type = str(contents.get("model_type") or "").removeprefix("linearized_")
         supported = model_type in ARCHITECTURES
@@ -131,7 +130,7 @@ def _patches(config: PreTrainedConfig) -> int:
 
 
 def _sides(config: PreTrainedConfig, field: str) -> tuple[int, int]:
-    """Height and width, of an image or a patch: two positive integers, or one for a square."""
+    """Return height and width of an image or a patch; the field has two positive integers, or one for a square."""
     value = getattr(config, field)
     sides = value if isinstance(value, list | tuple) else [value, value]
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
@@ -140,14 +139,14 @@ def _sides(config: PreTrainedConfig, field: str) -> tuple[int, int]:
 
 
 def _unused_positions(config: PreTrainedConfig) -> int:
-    """RoBERTa's positions count from behind the padding token's id: no token uses those up to it."""
+    """Return the number of positions that no token uses: RoBERTa's start after the padding token's id."""
     return 0 if config.model_type != "roberta" else 1 + (config.pad_token_id or 0)
 
 
 def _sliding_layers(config: PreTrainedConfig, layers: int) -> tuple[int, ...]:
-    """Indices of layers whose own attention is windowed, by what transformers' code of the architecture reads.
+    """Return the layers whose own attention has a sliding window, by the fields that transformers' code reads.
 
-    A window over all positions that the model has hides nothing.
+    A window over all of the model's positions does not count.
     """
     architecture, window = ARCHITECTURES[config.model_type], getattr(config, "sliding_window", None)
     if not architecture.slides or window is None or window >= config.max_position_embeddings:
@@ -159,11 +158,11 @@ def _sliding_layers(config: PreTrainedConfig, layers: int) -> tuple[int, ...]:
 
 
 def break_even_tokens(state_bytes: int, growth_teacher: int, growth_student: int) -> int | None:
-    """The least number of tokens from which on a student takes less memory than its teacher; None: it never does.
+    """Return the least number of tokens at which a student takes less memory than its teacher; None: never.
 
     Args:
-        state_bytes: what the student holds before the first token, beyond what the teacher does.
-        growth_teacher, growth_student: bytes that each grows by with every token.
+        state_bytes: the student's bytes before the first token, less the teacher's.
+        growth_teacher, growth_student: bytes per further token.
     """
     saved = growth_teacher - growth_student
     return max(state_bytes // saved + 1, 0) if saved > 0 else None

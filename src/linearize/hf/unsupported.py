@@ -1,4 +1,4 @@
-"""Ways to run a model that a carried state does not survive: they raise before any work, and say what to do instead."""
+"""Refuse ways of running a model that do not support a carried state, before any work, with an alternative."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ CONTINUOUS_BATCHING = (
 
 
 class Unsupported:
-    """Mixed into the model classes: refuses what would split a model or its cache over processes or pages."""
+    """Mixin for the model classes that refuses to split a model or its cache over processes or pages."""
 
     _supports_context_parallel = False
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, in one process per model.
-
-        Raises:
-            UserError: tensor parallelism was asked for.
-        """
+        """Load a model as in transformers; raise UserError if tensor parallelism is requested."""
         distributed = kwargs.get("distributed_config") or {}
         asked = dict(distributed if isinstance(distributed, dict) else vars(distributed))
         asked |= {name: kwargs[name] for name in ("tp_plan", "tp_size") if kwargs.get(name) is not None}
@@ -41,32 +37,20 @@ class Unsupported:
         return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """There are no pages.
-
-        Raises:
-            UserError: always.
-        """
+        """Raise UserError: continuous batching needs a cache of pages, which states do not have."""
         raise UserError(CONTINUOUS_BATCHING.format(found="generation"))
 
     init_continuous_batching = generate_batch
 
 
 def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
-    """See that a call of an attention layer does not come from continuous batching.
-
-    Raises:
-        UserError: it does: its layers are handed a `cache` instead of `past_key_values`.
-    """
+    """Raise UserError if a layer's call comes from continuous batching, which passes a `cache`."""
     if kwargs.get("cache") is not None:
         raise UserError(CONTINUOUS_BATCHING.format(found=f"cache={type(kwargs['cache']).__name__}"))
 
 
 def refuse_context_parallel() -> None:
-    """See that a forward is not within torch's `context_parallel`, which exchanges softmax attention while it lasts.
-
-    Raises:
-        UserError: it is.
-    """
+    """Raise UserError within torch's `context_parallel`, which replaces softmax attention."""
     if torch.compiler.is_compiling():
         return
     module = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
@@ -93,7 +77,7 @@ def length_of_angles(config: Any, cache: Any, position_ids: Tensor | None, token
         tokens: T.
 
     Returns:
-        The length; None where angles do not depend on it, and in a compiled graph, which cannot read it.
+        The length; None if angles do not depend on it, and in a compiled graph, which cannot read it.
     """
     if torch.compiler.is_compiling() or not angles_change(config):
         return None
@@ -103,7 +87,7 @@ def length_of_angles(config: Any, cache: Any, position_ids: Tensor | None, token
 
 
 def rotated_length(cache: Any) -> int:
-    """Return the length of the text by which the keys in a cache were rotated; 0 for an empty cache."""
+    """Return the length of the text that set the rotary angles of the keys in a cache; 0 for an empty cache."""
     slots = int(cache.get_seq_length())
     lengths = (getattr(layer, "rotated", None) for layer in cache.layers)  # of linearized layers
     return max((length for length in lengths if length is not None), default=slots) if slots else 0
@@ -116,7 +100,7 @@ def refuse_other_angles(config: Any, cache: Any, length: int | None, tokens: int
         config: of the model.
         cache: None, or the state of the tokens before.
         length: `length_of_angles` of the new tokens.
-        tokens: how many these are.
+        tokens: number of new tokens.
 
     Raises:
         UserError: they have other angles.
@@ -143,7 +127,7 @@ def refuse_other_angles(config: Any, cache: Any, length: int | None, tokens: int
 
 
 def refuse_candidates(config: Any, prompt: int, longest: int) -> None:
-    """Check that rotary angles do not change during assisted generation: rejected candidates would change them, too.
+    """Check that rotary angles do not change during assisted generation: rejected candidates would change them too.
 
     Args:
         config: of the model.
@@ -185,8 +169,8 @@ def refuse_forgetting(input_ids: Tensor, position_ids: Tensor | None, cached: in
 def _limits(config: Any) -> list[tuple[str, int]]:
     """Return each rope type whose angles change with the length of the text, and the length up to which they do not.
 
-    Beyond it, those of `longrope` are others for all tokens, and those of `dynamic` change with every further token. At
-    max_position_embeddings itself, those of `dynamic` are still the ones of a longer text that the model read before.
+    Beyond this length, angles of `longrope` change once for all tokens, and those of `dynamic` change with every
+    further token. At max_position_embeddings itself, transformers may still use `dynamic` angles of an earlier text.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     limits = []
