@@ -1,4 +1,4 @@
-"""The residual stream in front of a layer, on disk: written file by file, read row by row."""
+"""Store the residual stream before a layer on disk: written file by file, read row by row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from linearize.base import UserError, atomic_file, writing
 from linearize.data.rows import Indices, PackedRows
 
-FILE_BYTES = 2**28  # about; small enough to be lost when a process is killed, large enough for a disk
+FILE_BYTES = 2**28  # approximate; a killed process loses one file
 _TENSOR = "residual_stream"
 
 
@@ -26,10 +26,9 @@ _TENSOR = "residual_stream"
 class Activations:
     """The residual stream [N, L, E] of `num_rows` rows, in files ``<side>-<number>.safetensors`` of `rows_per_file`.
 
-    Each file is written under another name and renamed, so that it is whole if it is there: a killed process loses one,
-    and several may write the same ones at the same time. `identity` says what they were made from.
-
-    Raises (on reading): UserError for a file that was made from something else, or that cannot be read.
+    Files are written under another name and renamed, so an existing file is whole. A killed process loses one file, and
+    several processes may write the same files at the same time. `identity` describes the model and data of the files.
+    Reading raises UserError if a file cannot be read or has another identity.
     """
 
     folder: Path
@@ -50,7 +49,7 @@ class Activations:
         return self.folder / f"{self.side}-{number:05d}.safetensors"
 
     def write(self, compute: Callable[[slice], Float[Tensor, "N L E"]], row_bytes: int) -> None:
-        """Write the files that are missing; `compute` gives the residual stream of some rows.
+        """Write the missing files; `compute` returns the residual stream of some rows.
 
         Raises:
             UserError: too little room on the disk.
@@ -81,7 +80,7 @@ class Activations:
         return {**self.identity, "rows_per_file": str(self.rows_per_file)}
 
     def read(self, rows: Sequence[int]) -> Float[Tensor, "N L E"]:
-        """These rows, in this order; nothing else is read."""
+        """Return these rows, in this order; no other rows are read."""
         parts = []
         for number, group in groupby(rows, lambda row: row // self.rows_per_file):
             path = self._file(number)
@@ -109,10 +108,10 @@ class Activations:
 
 @dataclass(frozen=True)
 class StoredRows(PackedRows):
-    """Rows that enter a model as the residual stream that lies on disk, in place of their tokens."""
+    """Rows whose input is a stored residual stream instead of token embeddings."""
 
     activations: Activations
-    numbers: Int64[Tensor, " N"]  # where the rows are in it
+    numbers: Int64[Tensor, " N"]  # row indices in `activations`
 
     def rows(self, indices: Indices) -> StoredRows:
         chosen = super().rows(indices)

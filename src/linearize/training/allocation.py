@@ -1,4 +1,4 @@
-"""Per-head KV budget allocation: divide a budget of bytes over KV heads, by what recall needs of each.
+"""Per-head KV budget allocation: divide a budget of bytes over KV heads, by how much recall needs each head.
 
 Axes: G KV heads of a layer, Q quantiles.
 """
@@ -18,18 +18,18 @@ from linearize.configs.mixer import HeadwiseConfig, LayerPlan
 from linearize.hf.teacher import TeacherShape
 from linearize.training.memory import BLOCK, budget_bytes, head_bytes, head_mixer, largest, require_room
 
-WINDOW = 2 * BLOCK  # beside a cache: a query sees its own block and the one before
-NEEDED = 0.4  # attention weight: a pair that receives less from every query of the repetition is not kept for recall
-SMALLEST_RECALL = 48  # fewer pairs for recall are none
+WINDOW = 2 * BLOCK  # with a cache: a query sees its own block and the one before
+NEEDED = 0.4  # attention weight: pairs that receive less from every query of the repetition are not kept for recall
+SMALLEST_RECALL = 48  # sizes of the cache for recall below this become 0
 
 
 class Allocation(Record):
     """The memory of each KV head of the converted layers.
 
     Attributes:
-        window, text: pairs of the window, and of the cache with the highest scores for text; alike in all heads.
-        recall: by layer, of each head, pairs of the cache with the highest scores for recall.
-        needs: by layer [G][Q]: what recall needs of the head's pairs (`measure_attention`).
+        window, text: sizes of the window, and of the cache's part for text, in pairs; equal in all heads.
+        recall: by layer, for each head, the size of the cache's part for recall, in pairs.
+        needs: by layer [G][Q]: quantiles of the attention that recall gives to the head's pairs (`measure_attention`).
         budget, held: bytes of one sequence: at most, and as allocated.
     """
 
@@ -54,9 +54,9 @@ class Allocation(Record):
 def allocate(
     memory: MemoryConfig, needs: dict[int, list[list[float]]], teacher: TeacherShape, dtype: torch.dtype
 ) -> Allocation:
-    """Divide the budget: a share for what recall needs of each head, and the rest alike among all heads.
+    """Divide the budget: a share for recall, by each head's needs, and the rest equally among all heads.
 
-    Every head has a short window and a cache for text; where there are bytes for none, a window alone.
+    Every head has a short window and a cache for text. If the budget is too small for caches, heads have only a window.
 
     Raises:
         UserError: the budget is less than the smallest window in every head takes.
@@ -95,17 +95,18 @@ def allocate(
 def cache_sizes(
     needs: Sequence[Float[Tensor, "G Q"]], room: int, pairs: int, *, multiple: int, least: int
 ) -> list[list[int]]:
-    """Return the size of each KV head's cache for recall: as many pairs as recall needs more than one threshold.
+    """Return the size of each KV head's cache for recall: the number of its pairs whose need exceeds a threshold.
 
-    One threshold on `needs` over all heads, so that all sizes together are at most `pairs`: so the sum of the attention
-    whose pairs are evicted is as small as it can be, but for sizes below `least`, which become 0. Pairs that need less
-    than the log of NEEDED are left out, however many there may be. Pairs that need exactly the threshold are divided
-    among their heads in proportion.
+    All heads have the same threshold, so that all sizes sum to at most `pairs`. This evicts the pairs with the least
+    attention, except that sizes below `least` become 0. Pairs with needs below the log of NEEDED are never kept. Pairs
+    with needs equal to the threshold are divided among their heads in proportion.
 
     Args:
-        needs: by layer.
-        room: the most pairs of a cache; the share of pairs above the threshold is of these.
+        needs: by layer, quantiles of the log of the largest attention weight that recall gives to a pair.
+        room: the number of pairs of a head, of which quantiles give the share; also the most pairs of a cache.
+        pairs: the most pairs of all caches together.
         multiple: sizes are multiples of it.
+        least: the smallest size other than 0.
     """
 
     def shares(threshold: float) -> list[Float[Tensor, " G"]]:

@@ -1,8 +1,8 @@
 """Stage 1, attention transfer: train every mixer to match softmax attention (LoLCATs sec. 3.2).
 
-Memory-flat. Softmax outputs feed the next layer and a mixer's loss touches that mixer only, so the model runs forward
-without a graph, and inside each attention call the mixer runs with one, its loss is back-propagated at once and the
-graph is freed. Peak memory is that of inference plus one layer, and no T x T matrix exists.
+Softmax outputs feed the next layer, and a mixer's loss depends on that mixer alone. So the model runs forward without a
+graph. Each attention call runs its mixer with a graph, back-propagates its loss and frees the graph. Peak memory is
+that of inference plus one layer, and no T x T matrix exists.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def attention_transfer(
     seed: int = 0,
     title: str = "attention transfer",
 ) -> TrainResult:
-    """Train the student's mixers in place, each layer clipped, scheduled and best-checkpointed on its own.
+    """Train the student's mixers in place. Each layer has its own clipping, schedule and best snapshot.
 
     Layers are independent given the teacher's activations, so this equals training any subset of them alone. The loss
-    is `config.loss` (LoLCATs, arXiv 2410.10254, eq. 6; Hedgehog, arXiv 2402.04347, eq. 4). What `output_dir` receives,
-    what is raised and how it is resumed: as of `training.loop.train`.
+    is `config.loss` (LoLCATs, arXiv 2410.10254, eq. 6; Hedgehog, arXiv 2402.04347, eq. 4). Files in `output_dir`,
+    errors and resumption are those of `training.loop.train`.
 
     Args:
         train_rows, validation_rows: of `build_dataset`, token ids of shape (rows, `sequence_length`).
@@ -68,7 +68,7 @@ def attention_transfer(
 
 
 def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:
-    """Each layer's held-out loss after a finished stage; 0 for layers that were not trained."""
+    """Return each layer's best held-out loss of a finished stage; 0 for layers that were not trained."""
     result = read_stage_json(output_dir / RESULT)
     errors = [0.0] * num_layers
     for name, loss in result["best_loss"].items():
@@ -77,7 +77,7 @@ def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:
 
 
 def layer_index(name: str) -> int:
-    """Return a module's layer: the first number in its name. (ALBERT's names have another, which is 0.)"""
+    """Return a module's layer: the first number in its name. (ALBERT's names have a second number, 0.)"""
     return int(next(part for part in name.split(".") if part.isdigit()))
 
 
@@ -87,14 +87,13 @@ def load_transferred(student: PreTrainedModel, config: TransferConfig, output_di
 
 
 class TransferObjective:
-    """The loss of each converted layer: the weighted sum of `transfer_losses.transfer_loss`.
+    """The loss of each converted layer with parameters: the weighted sum of `transfer_losses.transfer_loss`.
 
-    Layers without a parameter are left out. The loss of a layer through which the stream goes more than once (ALBERT's)
-    is the mean over these passes. Padding does not count: means are over the valid tokens of all batches
-    together.
+    If the residual stream goes through a layer several times (ALBERT), its loss is the mean over these passes. Means
+    are over the valid tokens of all batches together; padding does not count.
 
     Raises:
-        UserError: no layer has any, or a loss without meaning for a layer's mixer.
+        UserError: no layer has parameters, or a loss is not defined for a layer's mixer.
     """
 
     def __init__(self, student: PreTrainedModel, config: TransferConfig) -> None:
@@ -110,17 +109,17 @@ class TransferObjective:
         self.units: Sequence[Unit] = units
 
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
-        """Gradients of the mean loss over the rows, layer by layer while the model runs forward."""
+        """Add gradients of the mean loss over the rows, layer by layer in the forward pass; return the losses."""
         return self._losses(micro_batches, step)
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
-        """The held-out loss of each layer."""
+        """Return the held-out loss of each layer."""
         size = self._config.micro_batch_size or self._config.batch_size
         batches = [rows.rows(slice(start, start + size)) for start in range(0, len(rows), size)]
         return self._losses(batches, None)
 
     def _losses(self, batches: list[Rows], step: Step | None) -> dict[str, float]:
-        """The loss of each layer; with a step, its gradients too."""
+        """Return the loss of each layer; with a step, also add its gradients."""
         sums: dict[str, Tensor] = {}
         tokens = sum(batch.num_tokens for batch in batches)  # without padding
         names = {unit.name for unit in self.units}
@@ -135,7 +134,7 @@ class TransferObjective:
                     with torch.set_grad_enabled(step is not None):
                         loss = transfer_loss(layer, inputs, layout, target, self._config, share)
                         loss = counts * loss / self._passes[name]
-                        if loss.requires_grad:  # without a window, nothing depends on how it is weighted
+                        if loss.requires_grad:  # without a window, no parameter may affect the loss
                             loss.backward()
                     sums[name] = sums.get(name, 0) + loss.detach()
                 return target
@@ -150,7 +149,7 @@ def check_transfer(config: TransferConfig, mixers: Mapping[str, nn.Module]) -> N
     """Check that attention transfer has parameters to train, and losses that are defined for their mixers.
 
     Args:
-        mixers: by the name of their layer; the meta device will do.
+        mixers: by the name of their layer; they may be on the meta device.
 
     Raises:
         UserError: no mixer has parameters, or a loss is not defined for one that has.

@@ -11,14 +11,14 @@ from linearize.distributed import world
 
 
 class Batches:
-    """The rows of each step, in micro batches: a function of the seed and the step alone."""
+    """The rows of each step, in micro batches. They depend on the seed and the step alone."""
 
     def __init__(self, rows: Rows, config: TrainConfig, seed: int) -> None:
         if not len(rows):
             raise ValueError("there are no rows to train on")
         self._rows, self._seed = rows, seed
         self._batch_size = min(config.batch_size, len(rows))
-        # Of several processes, each has its part of a step.
+        # Several processes divide the rows of a step.
         share = -(-self._batch_size // world().size)
         self._micro_batch_size = min(config.micro_batch_size or config.batch_size, share)
         self._steps_per_epoch = len(rows) // self._batch_size

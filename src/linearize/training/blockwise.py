@@ -1,8 +1,8 @@
 """Attention transfer of a model that is never in memory as a whole (LoLCATs sec. 3.3, eq. 8, App. A.2).
 
-One block of layers at a time. What enters a block is the residual stream behind the block before, un-normalised, of
-softmax layers only: so no block waits for another's training, and each may be a job of its own. With clipping, schedule
-and best snapshot per layer, the result is that of all layers at once.
+It trains one block of layers at a time. The input of a block is the un-normalised residual stream after the previous
+block with softmax attention. So no block depends on another's training, and each can be a separate job. Clipping,
+schedule and best snapshot are per layer, so the result equals that of training all layers together.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from linearize.training.resumption import RESULT, TRAINED, StageFolder, read_sta
 
 @dataclass(frozen=True)
 class BlockwiseTransfer:
-    """The transfer of `model` (a folder or a hub id) to the mixers of `plan`, `config.layers_per_block` layers a block.
+    """The transfer of `model` (a folder or a hub id) to the mixers of `plan`, in blocks of `config.layers_per_block`.
 
-    In `folder`: ``block-<i>``, the stage folder of each block; ``activations``, what enters the blocks; and at the end
-    the files of one stage, as `attention_transfer` leaves them.
+    `folder` has a stage folder ``block-<i>`` for each block, the blocks' inputs in ``activations``, and at the end the
+    files of one stage, as `attention_transfer` writes them.
     """
 
     model: str
@@ -58,19 +58,19 @@ class BlockwiseTransfer:
 
     @property
     def blocks(self) -> list[range]:
-        """The layers of each block."""
+        """Return the layers of each block."""
         return layer_blocks(len(self.plan), self.config)
 
     def unfinished(self) -> list[int]:
-        """The blocks that are still to be trained."""
+        """Return the blocks that are still to be trained."""
         return unfinished_blocks(self.folder, len(self.blocks))
 
     def train(self, blocks: Collection[int]) -> None:
-        """Train these blocks, each resumed where it was begun, and make what enters them where that is lacking.
+        """Train these blocks, resume those already begun, and write missing inputs of blocks.
 
         Raises:
-            UserError: anything that the user can fix: weights that cannot be read, a full disk, files of another run,
-                a block that another job is training.
+            UserError: weights cannot be read, the disk is full, files belong to another run, or another job trains a
+                block.
         """
         self._make_room_for_claims()
         with ExitStack() as claims:
@@ -83,11 +83,7 @@ class BlockwiseTransfer:
             self._train(blocks)
 
     def train_unclaimed(self) -> None:
-        """Train one block after another that no other job has taken, until there is none.
-
-        Raises:
-            UserError: as `train`.
-        """
+        """Train each block that no other job has claimed, one after another; errors are those of `train`."""
         self._make_room_for_claims()
         for index in self.unfinished():
             with claimed(self._claim(index)) as mine:
@@ -102,7 +98,7 @@ class BlockwiseTransfer:
                 self._visit(index, learns=index in wanted, hands_on=hands_on)
 
     def merge(self) -> None:
-        """Write what all blocks have trained as one finished stage, and delete the activations.
+        """Write the trained parameters of all blocks as one finished stage, and delete the activations.
 
         Raises:
             UserError: a block is not finished, or of another run.
@@ -111,7 +107,7 @@ class BlockwiseTransfer:
             if unfinished := self.unfinished():
                 raise UserError(f"{self._stage(unfinished[0])}: expected a finished block, found none; train it first")
             self._merge()
-        # Checkpoints are there where a block's job ended between its result and their removal.
+        # A job that ended between its result and the removal of checkpoints leaves checkpoints.
         for done in ("activations", "claims", "block-*/checkpoint-*"):
             for path in self.folder.glob(done):
                 shutil.rmtree(path, ignore_errors=True)
@@ -134,12 +130,12 @@ class BlockwiseTransfer:
             rows = self._entering(index, "train"), self._entering(index, "validation")
             options = {"output_dir": self._stage(index), "seed": self.seed, "title": f"attention transfer, {name}"}
             attention_transfer(student, *rows, self.config, **options)
-        else:  # its layers stay softmax, or have mixers that do not learn
+        else:  # its layers stay softmax, or their mixers have no parameters
             nothing = TrainResult(0, 0, best_loss={}, initial_loss={}, seconds=0.0, stopped_early=False)
             StageFolder(self._stage(index), self._identity({})).finish({}, asdict(nothing))
 
     def _hand_on(self, index: int, student: PreTrainedModel) -> None:
-        """Write what leaves a block; by the same computation as in training, so that nothing differs by rounding."""
+        """Write the output of a block, computed as in training, so that rounding is equal."""
         for side in ("train", "validation"):
             rows = self._entering(index, side)
 
@@ -150,7 +146,7 @@ class BlockwiseTransfer:
 
             self._leaving(index, side).write(stream, self._row_bytes)
 
-    # --- where things are ---------------------------------------------------------------------------------------------
+    # --- files --------------------------------------------------------------------------------------------------------
 
     def _make_room_for_claims(self) -> None:
         folder = self._claim(0).parent
@@ -236,14 +232,14 @@ class BlockwiseTransfer:
 
 
 def layer_blocks(num_layers: int, config: TransferConfig) -> list[range]:
-    """The layers of each block, `config.layers_per_block` of them; the last may have fewer."""
+    """Return the layers of each block, `config.layers_per_block` of them; the last block may have fewer."""
     size = config.layers_per_block
     assert size is not None
     return [range(start, min(start + size, num_layers)) for start in range(0, num_layers, size)]
 
 
 def unfinished_blocks(folder: Path, num_blocks: int) -> list[int]:
-    """The blocks that are still to be trained for the transfer in `folder`."""
+    """Return the blocks that are still to be trained for the transfer in `folder`."""
     if (folder / RESULT).is_file():
         return []
     return [index for index in range(num_blocks) if not (_stage(folder, index) / RESULT).is_file()]
@@ -255,16 +251,16 @@ def _stage(folder: Path, index: int) -> Path:
 
 @torch.no_grad()
 def residual_stream(student: PreTrainedModel, rows: PackedRows) -> Float[Tensor, "N L E"]:
-    """Return the residual stream behind a converted block whose layers all compute softmax attention."""
+    """Return the residual stream after a converted block, with softmax attention in all of its layers."""
     with observed(student, softmax_output):
         return student.base_model(**on_device(rows.inputs(), student.device)).last_hidden_state
 
 
 def merged_metrics(logs: Sequence[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The lines of several stages that trained side by side, as those of one stage with all their units.
+    """Merge the metrics of several stages into lines of one stage with all of their units.
 
-    A stage that stopped early stays in the evaluations with its last losses, as a unit that has stopped does. Seconds
-    add up.
+    A stage that stopped early stays in the evaluations with its last losses, like a unit that has stopped. Seconds are
+    summed.
     """
     ordered = [{_moment(line): line for line in log} for log in logs]
     latest: list[dict[str, Any]] = [{} for _ in logs]
@@ -290,7 +286,7 @@ def merged_metrics(logs: Sequence[list[dict[str, Any]]]) -> Iterator[dict[str, A
 
 
 def _moment(line: dict[str, Any]) -> tuple[int, bool]:
-    """Steps come before the evaluation that follows them."""
+    """Return a sort key of a line: a step comes before the evaluation that follows it."""
     return line["step"], line["event"] == "evaluation"
 
 

@@ -29,19 +29,19 @@ from linearize.ops.layout import SequenceLayout
 
 LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from
 MOST_LOG_ODDS = 20.0
-TEMPERATURES = tuple(2.0**i for i in range(-5, 3))  # there and back again without a rounding
+TEMPERATURES = tuple(2.0**i for i in range(-5, 3))  # powers of 2, which can be undone without rounding
 
 
 @torch.no_grad()
 def calibrate(student: PreTrainedModel, rows: Rows, tokens: int) -> None:
-    """Fit every layer that mixes in absolute scale, in place, on the teacher's queries and keys of the first rows.
+    """Fit every layer with a log-sum-exp merge, in place, on the teacher's queries and keys of the first rows.
 
-    Logistic regression of the far keys' share p of softmax on log(phi_q . z) less the window's logarithm: the offset
-    for which the mean share is right, and the temperature for which the cross-entropy of the shares is least. (Least
-    squares of the logarithms themselves would fit the few queries that look far, and let all others look far too.)
+    This is a logistic regression of the far keys' share p of softmax on log(phi_q . z) less the window's log-sum-exp:
+    the offset gives the right mean share, and the temperature the least cross-entropy of the shares. (Least squares of
+    the logarithms would fit the few queries that attend to far keys, and make all others attend to them too.)
 
     Raises:
-        UserError: an encoder, which has no far keys and near ones.
+        UserError: an encoder, which does not divide keys into near and far ones.
     """
     shape = TeacherShape.from_config(student.config.to_dict())
     shape.refuse_encoder("transfer.calibration_tokens", "set it to null")
@@ -112,7 +112,7 @@ class _Fit:
 
 
 def offset_of_mean(log_odds: Float[Tensor, "t H N"], share: Float[Tensor, " H"]) -> Float[Tensor, "t H"]:
-    """b for which the mean of sigmoid(log_odds + b) is `share`, by bisection: the mean grows with b."""
+    """Return b for which the mean of sigmoid(log_odds + b) over N is `share`, by bisection: the mean grows with b."""
     wanted = share.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
     low, high = -log_odds.amax(-1) - MOST_LOG_ODDS, -log_odds.amin(-1) + MOST_LOG_ODDS
     for _ in range(60):
@@ -123,7 +123,7 @@ def offset_of_mean(log_odds: Float[Tensor, "t H N"], share: Float[Tensor, " H"])
 
 
 def _scale(mixer: LinearMixer, factor: Float[Tensor, " H"]) -> None:
-    """Multiply what exponential features are exponentials of; query heads that share a key map have one factor."""
+    """Multiply the arguments of exponential features; query heads that share a key map have one factor."""
     if not isinstance(mixer.feature_map, Learned):
         return
     for parameter in mixer.feature_map.parameters():

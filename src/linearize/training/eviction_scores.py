@@ -42,16 +42,16 @@ from linearize.ops.reference import softmax_scores
 REQUEST = "\n\nRepeat the previous context exactly.\n"
 LONGEST, SHORTEST = 640, 384  # tokens of a context
 CONTEXTS = 40
-FIRST = 8  # tokens of a context that are not fitted: some receive attention as sinks do, whatever they are
+FIRST = 8  # first tokens of a context, which are not fitted: some are sinks, whatever their content
 FACTS = ("The code of {} is {}.", "The number of {} is {}.", "{} has the password {}.")
 NAMES = ("Alice", "Peru", "lamp", "engine", "Robert", "garden", "museum", "Nairobi", "violin", "Clara")
-BLOCK = 16  # queries whose largest attention is kept together
-QUERIES_AT_ONCE = 8 * BLOCK  # whose attention weights exist
+BLOCK = 16  # queries over which the largest attention is taken
+QUERIES_AT_ONCE = 8 * BLOCK  # queries whose attention weights exist at a time
 AGES = (16, 64, 256)  # tokens between a pair and the first query that may need it
-LEAST = 1e-6  # of an attention weight, whose logarithm is fitted
+LEAST = 1e-6  # the least attention weight before its logarithm is fitted
 RIDGE = 50.0  # penalty on weights of standardised features
 QUANTILES = 256
-FADE = 0.07  # score for text that a pair loses, relative to newer ones, per token, times the square root of its places
+FADE = 0.07  # decrease of a pair's text score per token, relative to newer pairs, times the square root of the size
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,16 @@ class EvictionScores:
                     scorer.recency[place, -1] = FADE / math.sqrt(cache.size - cache.recall_size)
                     if cache.recall_size:
                         scorer.weight[place, 0].copy_(self.recall[layer.layer_idx][head])
-                        scorer.recency[place, 0] = 0  # an old fact is asked for like a new one
+                        scorer.recency[place, 0] = 0  # recall needs old facts as much as new ones
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, as a safetensors file has them."""
+        """Return all tensors by name, for a safetensors file."""
         named = {f"layers.{layer}.recall": x for layer, x in self.recall.items()}
         return named | {f"layers.{layer}.text": x for layer, x in self.text.items()}
 
     @classmethod
     def from_named_tensors(cls, named: Mapping[str, Tensor]) -> EvictionScores:
-        """Return the scores that have these tensors."""
+        """Return the scores with these tensors (`named_tensors`)."""
         found: dict[str, dict[int, Tensor]] = {"recall": {}, "text": {}}
         for name, x in named.items():
             _, layer, kind = name.split(".")
@@ -92,10 +92,10 @@ class EvictionScores:
 
 
 def contexts(rows: PackedRows, tokenizer: Tokenizer, *, longest: int, seed: int, count: int) -> Iterator[list[int]]:
-    """Yield token ids of contexts to repeat: spans of the rows, each with a fact that nothing else tells.
+    """Yield token ids of contexts to repeat: spans of the rows, each with one inserted random fact.
 
     Args:
-        longest: tokens of a context at most; contexts have between 3/5 of it and all of it.
+        longest: the most tokens of a context; contexts have from 3/5 of it to all of it.
 
     Raises:
         UserError: there is too little text.
@@ -116,7 +116,7 @@ def contexts(rows: PackedRows, tokenizer: Tokenizer, *, longest: int, seed: int,
 
 
 def context_length(shape: TeacherShape, request: int) -> int:
-    """Return how many tokens a context has at most that the teacher repeats, after a request of so many tokens.
+    """Return the most tokens of a context that the teacher can repeat after a request of `request` tokens.
 
     Raises:
         UserError: the model has too few positions.
@@ -134,10 +134,10 @@ def context_length(shape: TeacherShape, request: int) -> int:
 def measure_attention(
     teacher: PreTrainedModel, rows: PackedRows, tokenizer: Tokenizer, *, seed: int
 ) -> tuple[dict[int, Float[Tensor, "G Q"]], EvictionScores]:
-    """Measure what recall needs of each KV head, and fit eviction scores for recall and for text.
+    """Measure how much recall needs each KV head, and fit eviction scores for recall and for text.
 
-    Costs CONTEXTS forward passes of about 1,050 tokens. No T x T matrix exists. The first FIRST tokens of a context are
-    left out of the statistics.
+    Costs CONTEXTS forward passes of about 1,050 tokens, without a T x T matrix. Statistics leave out the first FIRST
+    tokens of each context.
 
     Args:
         rows: training text.
@@ -154,7 +154,7 @@ def measure_attention(
     longest = context_length(shape, len(request))
     cache = MixerConfig(
         span=TerracedSpan(window_size=BLOCK), feature_map=None, combine=WindowOnly(), cache=EvictionCache(size=1)
-    )  # a mixer that is given what eviction scores read
+    )  # any mixer with a cache receives the inputs of eviction scores
     plan = tuple(None if index in shape.sliding_layers else cache for index in range(shape.num_layers))
     watched = convert_layers(teacher, plan)
     needs: dict[int, list[Tensor]] = {}
@@ -168,7 +168,7 @@ def measure_attention(
         need = by_block[:, later:].amax(1)[:, FIRST:]
         needs.setdefault(index, []).append(need.cpu())
         add(recall, index, x[:, FIRST:], need)
-        # Reading on: from each age to the end of the context, where as many queries at least are left.
+        # Text: queries from each age to the end of the context, for pairs with at least that many queries left.
         ahead = by_block[:, : size // BLOCK].flip(1).cummax(1).values.flip(1)
         for age in AGES:
             last = min(size - 2 * age, BLOCK * (size // BLOCK - 1) - age)
@@ -196,7 +196,7 @@ def measure_attention(
 
 
 def add(moments: dict[int, Tensor], index: int, x: Float[Tensor, "G N F"], y: Float[Tensor, "G N"]) -> None:
-    """Add sums of products of features, 1, and target to those of a layer, fp64 [G, F + 2, F + 2]."""
+    """Add sums of products of features, 1, and target to the sums of a layer, fp64 [G, F + 2, F + 2]."""
     x = torch.cat([x, torch.ones_like(x[..., :1]), y[..., None].to(x.dtype)], dim=-1)
     products = (x.mT @ x).cpu()
     moments[index] = moments[index] + products if index in moments else products
@@ -217,7 +217,7 @@ def fitted(sums: Float[Tensor, "G M M"]) -> Float[Tensor, "G F"]:
 def largest_attention(inputs: AttnInputs, context: int) -> Float[Tensor, "G J S"]:
     """Return the log of the largest softmax weight that each block of BLOCK queries gives to each key of the context.
 
-    The largest of all query heads of a KV head. A key that a block does not see has the log of LEAST.
+    The maximum is also over the query heads of a KV head. A key that a block does not see has the log of LEAST.
 
     Args:
         inputs: of one row, which is one document.

@@ -1,4 +1,4 @@
-"""Training on the model's outputs: LoRA, merged at the end (LoLCATs sec. 3.2), new weights alone, or every weight."""
+"""Train on the model's outputs: LoRA, merged at the end (LoLCATs sec. 3.2), mixers alone, or every weight."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from linearize.training.resumption import RESULT
 from linearize.training.window_dropout import dropped_windows
 
 logger = logging.getLogger(__name__)
-LITTLE = 0.5  # share of what training gained: if rounding leaves less, it is said
+LITTLE = 0.5  # share of the gain of training: a warning says if rounding leaves less
 
 AtEnd = Callable[[], AbstractContextManager[None]]
 
@@ -57,16 +57,15 @@ def finetune(
 ) -> TrainResult:
     """Train `model` (a student, or a plain teacher as a control) in place, as `config` says; adapters are merged.
 
-    What is not trained is frozen. Weights that change are copied first, so a teacher that shares its storage with
-    `model` stays as it is. A model in half precision trains in it, while the weights or adapters that train, their
-    updates and held-out losses are fp32; at the end weights are rounded. A warning says if that loses most of the gain,
-    or if no held-out loss was below the first. After an exception the model is what it was: the adapters are gone, and
-    all weights are as before.
+    All other weights are frozen. Weights that change are copied first, so a teacher that shares storage with `model` is
+    unchanged. A model in half precision computes in it, but trained weights or adapters, updates and held-out losses
+    are fp32; weights are rounded at the end. A warning says if rounding loses most of the gain, or if no held-out loss
+    was below the first. After an exception the model is as before, without adapters.
 
     Args:
         train_rows, validation_rows: of `build_dataset`, token ids of shape (rows, `sequence_length`).
-        output_dir: what it receives, what is raised and how it is resumed: as of `training.loop.train`.
-        teacher: whose outputs `config.loss` compares with; None where it compares with none.
+        output_dir: its files, errors and resumption are those of `training.loop.train`.
+        teacher: the model whose outputs `config.loss` compares with; None: the loss needs none.
     """
     output_dir, before = Path(output_dir), _half_weights(model)
     finished = (output_dir / RESULT).is_file()
@@ -74,7 +73,7 @@ def finetune(
         objective = OutputObjective(module, config, teacher, autocast, at_end)
         about: dict[str, Any] = {"seed": seed, "title": title, "model": model}
         result = train(objective, train_rows, validation_rows, config, output_dir=output_dir, **about)
-    if not finished:  # else it was said before
+    if not finished:  # else the warning was logged before
         _warn(model, before, validation_rows, config, teacher, result, title)
     return result
 
@@ -83,10 +82,10 @@ def check_trains(config: FinetuneConfig, mixers: Sequence[nn.Module], stage: str
     """Check that a stage has weights to train.
 
     Args:
-        mixers: of all layers that are converted; the meta device will do.
+        mixers: of all converted layers; they may be on the meta device.
 
     Raises:
-        UserError: it is to train mixers alone, and these have no parameters.
+        UserError: the stage trains mixers alone, and these have no parameters.
     """
     if not config.all_weights and config.lora is None and not any(True for m in mixers for _ in m.parameters()):
         raise UserError(
@@ -96,11 +95,7 @@ def check_trains(config: FinetuneConfig, mixers: Sequence[nn.Module], stage: str
 
 
 def refuse_quantized(model: PreTrainedModel, config: FinetuneConfig, stage: str = "finetune") -> None:
-    """Check that all weights of a model can train, if they are to.
-
-    Raises:
-        UserError: they are quantized.
-    """
+    """Raise UserError if a stage is to train all weights, and these are quantized."""
     if config.all_weights and getattr(model, "is_quantized", False):
         raise UserError(
             f"{stage}.all_weights: expected a model that is not quantized, found quantized weights, which cannot be "
@@ -109,7 +104,7 @@ def refuse_quantized(model: PreTrainedModel, config: FinetuneConfig, stage: str 
 
 
 def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: Path) -> None:
-    """Load what a finished stage trained into `model`, in place."""
+    """Load the trained parameters of a finished stage into `model`, in place."""
     with prepared(model, config, seed=0) as (module, *_):
         load_trained([_unit(module)], output_dir)
 
@@ -118,11 +113,12 @@ def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: P
 def prepared(
     model: PreTrainedModel, config: FinetuneConfig, seed: int
 ) -> Iterator[tuple[nn.Module, torch.dtype | None, AtEnd]]:
-    """Within, what the config names, and nothing else, can be trained: copies of weights, and adapters.
+    """Make the weights that the config names trainable in the `with` block, as copies, and add adapters.
 
-    Yields the model to train, with adapters where there are any; the dtype to compute in where it is not that of the
-    weights; and a context within which the weights are those that training would end with, interpolated as `config`
-    says. At the end so they are, adapters are merged, and dtypes are as before; after an exception, so is all the rest.
+    Yields the model to train, with adapters if there are any; the dtype of the forward pass if it is not that of the
+    weights, else None; and a context manager within which weights are interpolated as at the end of the stage
+    (`wise_ft_alpha`). At the end, weights are interpolated, adapters merged and dtypes restored. After an exception,
+    everything is restored.
     """
     refuse_quantized(model, config)
     mixers = [layer.mixer for layer in linearized_layers(model).values()]
@@ -186,15 +182,15 @@ def _warn(
     result: TrainResult,
     title: str,
 ) -> None:
-    """Warn if a stage has changed little, and say why: nothing lowered the loss, or rounding lost what did.
+    """Warn if a stage has gained little: no held-out loss was below the first, or rounding lost most of the gain.
 
     Args:
-        model: as the stage leaves it, of weights that are rounded where they are in half precision or quantized.
+        model: after the stage, with rounded weights.
         before: its weights in half precision before the stage.
     """
     first, best = (sum(losses.values()) for losses in (result.initial_loss, result.best_loss))
     if best >= first:
-        if result.steps:  # a control of the teacher itself has nothing to learn from its own outputs
+        if result.steps:  # a control that is the teacher itself takes no step: its loss is 0
             logger.warning(
                 "%s: no held-out loss was below the first, %.6g: the weights stay as they were. Lower finetune.lr, or "
                 "evaluate more often (finetune.eval_every)",
@@ -221,9 +217,9 @@ def _warn(
 
 
 def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
-    """Return how many of the trained weights differ from before, in words; nothing for weights that are divided."""
+    """Return the share of trained weights that changed, as part of a sentence; empty for divided weights."""
     pairs = [(before[name], x) for name, x in after.items() if name in before]
-    trained = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr()]  # others still are the teacher's own
+    trained = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr()]  # other weights still share storage
     count = sum(b.numel() for _, b in trained)
     changed = sum(int((a != b).sum()) for a, b in trained)
     return f", where {100 * changed / count:.2f} % of the trained weights changed" if count else ""
@@ -231,12 +227,12 @@ def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class _Line:
-    """The line from where the weights of a stage began to where they are (WiSE-FT, arXiv 2109.01903, eq. 1).
+    """Interpolation between initial and trained weights of a stage (WiSE-FT, arXiv 2109.01903, eq. 1).
 
     Attributes:
-        before: parameters, and where they began.
-        divided: where those that are divided began, by name.
-        config: says how far the stage's weights end from there, and which modules have adapters.
+        before: parameters, and their initial values.
+        divided: initial values of divided parameters, by name.
+        config: has the interpolation factor `wise_ft_alpha`, and the modules with adapters.
     """
 
     model: PreTrainedModel
@@ -245,7 +241,7 @@ class _Line:
     config: FinetuneConfig
 
     def end(self) -> None:
-        """Move weights and adapters back to where they end."""
+        """Interpolate weights and adapters, in place."""
         share = self.config.wise_ft_alpha
         for parameter, began in self.before.items():
             parameter.data = began.to(parameter.dtype).lerp(parameter.data, share)
@@ -256,7 +252,7 @@ class _Line:
 
     @contextmanager
     def at_end(self) -> Iterator[None]:
-        """Within, weights and adapters are where they would end."""
+        """Interpolate weights and adapters in the `with` block only."""
         if self.config.wise_ft_alpha == 1:
             yield
             return
@@ -277,24 +273,24 @@ class _Line:
                 adapters.scaling.update(scales)
 
     def _rows(self) -> dict[str, Tensor]:
-        """This process's rows of the weights that are divided and train."""
+        """Return this process's rows of the divided weights that train."""
         now = divided_weights(self.model) if self.divided else {}
         return {name: local(weight) for name, weight in now.items()}
 
     def _adapters(self) -> list[Any]:
-        """The modules that have adapters."""
+        """Return the modules that have adapters."""
         lora = self.config.lora
         return [] if lora is None else [*projections(self.model, lora.targets).values()]
 
 
 def _checkpointing(model: PreTrainedModel, what: str, *options: Any) -> None:
-    """transformers' own, by the name that its older versions have where the newer one is not there."""
+    """Call transformers' method to enable or disable checkpointing, whose name depends on its version."""
     name = f"activation_checkpointing_{what}"
     getattr(model, name if hasattr(model, name) else f"gradient_checkpointing_{what}")(*options)
 
 
 def _adapted(model: PreTrainedModel, config: LoRAConfig, seed: int) -> nn.Module:
-    from peft import LoraConfig, get_peft_model  # a twelfth of the time that importing linearize takes
+    from peft import LoraConfig, get_peft_model  # imported here to save time at the start
 
     targets = projections(model, config.targets)
     # The adapters' random init must depend on the seed alone, not on what ran before this stage.
@@ -307,22 +303,22 @@ def _adapted(model: PreTrainedModel, config: LoRAConfig, seed: int) -> nn.Module
         fan_in_fan_out=all(not isinstance(module, nn.Linear) for module in targets.values()),
     )
     with warnings.catch_warnings():
-        # PEFT asks transformers by a name that it has since deprecated; the user can do nothing about that.
+        # PEFT uses a deprecated name of transformers, which users cannot change.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return get_peft_model(model, lora)  # type: ignore[return-value]
 
 
 def _merge(adapted: Any, model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Add what the adapters add."""
+    """Merge the adapters into copies of the weights, or into the weights themselves if these are trained copies."""
     module: Any
     for module in projections(model, config.targets).values():
         weight = module.base_layer.weight
-        if isinstance(weight, DTensor):  # which PEFT cannot add to
+        if isinstance(weight, DTensor):  # PEFT cannot merge into it
             (adapter,) = module.active_adapters
             sum_ = weight.detach() + own_rows(module.get_delta_weight(adapter).detach(), weight)
             module.base_layer.weight = nn.Parameter(sum_.to(weight.dtype), requires_grad=False)
         elif type(weight) is nn.Parameter and not weight.requires_grad:
-            # PEFT adds to these in place, and replaces quantized ones; those that train are copies already.
+            # PEFT merges in place, except into quantized weights. Weights that train are copies already.
             module.base_layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
     if is_sharded(model):
         adapted.unload()
@@ -340,9 +336,9 @@ class OutputObjective:
 
     Args:
         model: its trainable parameters are trained.
-        teacher: needed where the loss compares with one.
-        autocast: dtype of the forward pass in training, where it is not that of the weights.
-        at_end: a context within which the weights are those that training would end with: held-out losses are theirs.
+        teacher: the model that the loss compares with; None: the loss needs none.
+        autocast: dtype of the forward pass in training; None: that of the weights.
+        at_end: context manager within which held-out losses are computed (`prepared`).
     """
 
     def __init__(
@@ -360,12 +356,12 @@ class OutputObjective:
         self.units: Sequence[Unit] = [_unit(model)]
 
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
-        """Gradients of the mean loss over the rows' labels."""
+        """Add gradients of the mean loss over the rows' labels; return the loss."""
         self._model.train()
         return summed({"model": self._loss(micro_batches, step)})
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
-        """The held-out loss in fp32, of the weights as they would end; half precision is what they are rounded to."""
+        """Return the held-out loss in fp32, of the weights as they would be at the end, before rounding."""
         self._model.eval()
         size = self._config.micro_batch_size or self._config.batch_size
         batches = [rows.rows(slice(i, i + size)) for i in range(0, len(rows), size)]
@@ -375,9 +371,9 @@ class OutputObjective:
             return summed({"model": self._loss(batches, None)})
 
     def _loss(self, batches: list[Rows], step: Step | None) -> float:
-        """The loss; with a step, its gradients too."""
+        """Return the loss; with a step, also add its gradients."""
         device = next(self._model.parameters()).device
-        # At least 1: long prompts can fill all rows of a step, whose loss is then 0.
+        # At least 1: long prompts can fill all rows of a step. Its loss is then 0.
         labels = max(1, sum(int(batch.target_counts().sum()) for batch in batches))
         total = 0.0
         for index, counts in shard_batches(batches):

@@ -13,25 +13,26 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 HALF = (torch.bfloat16, torch.float16)
-_PLAIN = (Tensor, nn.Parameter, DTensor, FakeTensor)  # divided ones, and those by which memory is forecast, too
+_PLAIN = (Tensor, nn.Parameter, DTensor, FakeTensor)  # FakeTensor: for forecasts of memory
 
 
 @contextmanager
 def computed_in_fp32(model: nn.Module) -> Iterator[None]:
-    """Compute the model's forward passes in fp32 within the context, from the same weights.
+    """Compute the model's forward passes in fp32 in the `with` block, from the same weights.
 
-    Half precision rounds every activation, and what an adapter adds to it: a loss differs by more than a small step of
-    training changes it. Here a part of the model (a layer, the embeddings, the head) has fp32 copies of its weights
-    while its own forward runs, so the largest part is all the memory that is needed beside fp32 activations. On a GPU,
-    matrix products read these in TF32, which holds half-precision weights exactly and is slower than
-    bf16. A model without weights in half precision is computed as it is; so are weights that are quantized, and a model
-    with layers of FlashAttention, which has no fp32.
+    Half precision rounds every activation, and the output of adapters. This changes a loss by more than a small step of
+    training does. Here each part of the model (a layer, the embeddings, the head) has fp32 copies of its weights while
+    its forward runs, so extra memory is that of the largest part and of fp32 activations. On a GPU, matrix products use
+    TF32, which represents half-precision weights exactly and is slower than bf16.
+
+    Nothing changes for models without weights in half precision, for quantized weights, and for models with
+    FlashAttention, which does not support fp32.
     """
     flash = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
     parts = [] if flash else [_Part(module) for module in _parts(model)]
     products = torch.backends.cuda.matmul
     precision: Any = products.fp32_precision
-    # A divided weight is gathered by hooks of the same modules: ours come after them, and leave before.
+    # FSDP2's hooks on the same modules gather divided weights: our hooks run after them, and leave before.
     handles = [part.module.register_forward_pre_hook(part.enter, with_kwargs=True) for part in parts]
     handles += [part.module.register_forward_hook(part.leave, prepend=True) for part in parts]
     if parts and torch.cuda.is_available():
@@ -76,7 +77,7 @@ class _Part:
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield disjoint modules that have all weights in half precision: the members of lists, and what is in none."""
+    """Yield disjoint modules that cover all weights in half precision: items of module lists, and other modules."""
     if any(_is_half(x) for x in (*model.parameters(recurse=False), *model.buffers(recurse=False))):
         yield model
         return
@@ -94,7 +95,7 @@ def _tensors_of(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _is_half(tensor: Tensor | None) -> bool:
-    """Return True for a tensor in half precision that is not quantized: quantized ones are of classes of their own."""
+    """Return whether a tensor is in half precision and not quantized; quantized tensors have other classes."""
     return type(tensor) in _PLAIN and tensor is not None and tensor.dtype in HALF
 
 

@@ -51,7 +51,7 @@ class LayerAllocation(Record):
     held: int
 
     def plan(self, num_layers: int) -> LayerPlan:
-        """Return the layer plan; full layers and those that cannot be converted stay as they are."""
+        """Return the layer plan; full layers and those that cannot be converted stay softmax."""
         mixer = layer_mixer(self.window, self.sinks, learned_sink=self.learned_sink)
         converted = set(self.losses) - set(self.full)
         return tuple(mixer if layer in converted else None for layer in range(num_layers))
@@ -92,10 +92,10 @@ def measure_layers(
 ) -> tuple[dict[int, float], LearnedSinks]:
     """Measure the loss of a window in each layer, and the logit and the value of the first token.
 
-    Costs CONTEXTS forward passes of about 1,050 tokens per layer, and SINK_CONTEXTS for all.
+    Costs CONTEXTS forward passes of about 1,050 tokens per layer, and SINK_CONTEXTS for all layers.
 
     Args:
-        layers: those that can be converted.
+        layers: indices of layers that can be converted.
         rows: training text.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Initial logits and values of learned sinks, measured on the teacher: a learned sink stands for the first token.
+"""Measure initial logits and values of learned sinks on the teacher: a learned sink replaces the first token.
 
 Axes: H query heads, G KV heads, N queries, D head dimension.
 """
@@ -35,8 +35,8 @@ class LearnedSinks(Record):
     """Logits and values of learned sinks; layers that are not listed keep theirs.
 
     Attributes:
-        logits: by layer [H], the mean scaled logit that queries give to the first token. Heads with a learned sink and
-            no window have the logit for which the sink's mean share of their weights is the first token's.
+        logits: by layer [H], the mean scaled logit that queries give to the first token. For heads with a learned sink
+            and no window: the logit with which the sink's mean share of weights equals the first token's.
         values: by layer [G][D], the mean value of the first token.
     """
 
@@ -68,7 +68,7 @@ def measure_first_tokens(watched: PreTrainedModel, texts: Sequence[Sequence[int]
     """
     logits: dict[int, list[Tensor]] = {}
     values: dict[int, list[Tensor]] = {}
-    # Of heads whose sink has no window, by layer and KV heads: the first token's shares, and the linear part's sums.
+    # For heads with a sink and no window, by layer and KV heads: the first token's shares, and the linear part's sums.
     shares: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
     sums: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
 

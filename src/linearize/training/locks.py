@@ -1,4 +1,4 @@
-"""Divide work among jobs that share a folder, by files that one of them locks."""
+"""Divide work among jobs that share a folder, by locked files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from linearize.base import UserError
 
 @contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Within, whether this job alone has claimed the file `path`; false where another has, which is still alive.
+    """Lock the file `path` in the `with` block; yield whether that succeeded, False if a running job has the lock.
 
-    The file system drops the lock of a job that ends, however that ends, and of a machine that is lost.
+    The file system drops the lock when a job ends in any way, or its machine is lost.
 
     Raises:
         UserError: a file system without locks.

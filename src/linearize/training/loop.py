@@ -31,13 +31,13 @@ from linearize.training.resumption import (
 )
 from linearize.training.schedules import build_schedule
 
-DIVERGED = 2.75  # times the first held-out loss, at the end of a stage that was never below it
-SMALL_LOSS = 1e-3  # no divergence below it: a student that begins as its teacher has a first loss of 0
+DIVERGED = 2.75  # factor of the first held-out loss above which a stage that was never below it has diverged
+SMALL_LOSS = 1e-3  # a loss below it is no divergence: a student that equals its teacher has a first loss of 0
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters (by their names in the model) that are clipped, scheduled and best-checkpointed on their own."""
+    """Parameters (by their names in the model) with their own clipping, schedule and best snapshot."""
 
     name: str
     parameters: dict[str, nn.Parameter]
@@ -45,7 +45,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step: the one that follows `number` others, of `total`, in a stage with this seed."""
+    """An optimizer step: step `number`, counted from 0, of `total`, in a stage with this seed."""
 
     number: int
     total: int
@@ -54,21 +54,21 @@ class Step:
 
 @runtime_checkable
 class Objective(Protocol):
-    """Losses, and the parameters that they train. Mixed precision and train / eval mode are its business."""
+    """Losses, and the parameters that they train. It also sets mixed precision and train / eval mode."""
 
     @property
     def units(self) -> Sequence[Unit]: ...
 
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
-        """Add the gradients of the mean loss over one optimizer step's rows; the loss per unit.
+        """Add the gradients of the mean loss over one optimizer step's rows; return the loss per unit.
 
-        Of several processes, each adds the part of the rows that `distributed.shard_batches` gives it. The loss is that
-        of all of them.
+        With several processes, each adds the gradients of its rows (`distributed.shard_batches`). The loss is that of
+        all rows.
         """
         ...
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
-        """The held-out loss per unit."""
+        """Return the held-out loss per unit."""
         ...
 
 
@@ -98,20 +98,20 @@ def train(
     """Train the parameters of `objective` in place; each unit ends with those of its lowest held-out loss.
 
     Every epoch is a new permutation of the rows, cut into steps of `batch_size` rows (of all rows, if there are fewer);
-    rows left over are dropped. `max_tokens` shortens the stage to whole steps, at least one. Held-out losses are
+    remaining rows are dropped. `max_tokens` shortens the stage to whole steps, at least one. Held-out losses are
     measured before the first step, every `eval_every` steps and after the last. A unit that has not improved for
-    `early_stopping` evaluations stops, as it would alone; the stage ends when all have. Seeds torch's global generator.
+    `early_stopping` evaluations stops; the stage ends when all units have stopped. Seeds torch's global generator.
 
-    `output_dir` receives ``metrics.jsonl`` (an object per step and per evaluation, told apart by ``event``; ``loss`` is
-    the mean over its units, which for a step are those that still train), a checkpoint at each evaluation, and at the
-    end ``trained.safetensors`` and ``result.json``. Called again, it goes on from the checkpoint (on a CPU: bit for bit
-    as if never stopped); a finished stage is loaded and returned at once. Of several processes (`distributed`), all
-    call it alike, with the same weights; the main one writes, and each its rows of weights that are divided.
+    `output_dir` receives ``metrics.jsonl`` (an object per step and per evaluation, with its kind in ``event``; ``loss``
+    is the mean over its units, in steps over those that still train), a checkpoint at each evaluation, and at the end
+    ``trained.safetensors`` and ``result.json``. Another call resumes from the checkpoint (on a CPU: with equal bits); a
+    finished stage is loaded and returned. Several processes (`distributed`) all call this with the same weights; the
+    main process writes, and each process writes its rows of divided weights.
 
     Raises:
-        DivergedError: a loss or gradient that is not finite; or a mean held-out loss that was never below the first
-            one, and ends above `DIVERGED` times it.
-        UserError: a full disk, or an `output_dir` that belongs to another run or, if given, `model`.
+        DivergedError: a loss or gradient is not finite; or the mean held-out loss was never below the first one, and
+            ends above `DIVERGED` times it.
+        UserError: a full disk, or an `output_dir` of another run or, if given, another `model`.
         ValueError: no rows, losses that do not match the units, or names or parameters that two units share.
     """
     parameters = _parameters(objective.units)
@@ -131,7 +131,7 @@ def train(
     if checkpoint is not None:
         try:
             run.load(*checkpoint)
-            if not main:  # whose generator was another
+            if not main:  # the checkpoint has the main process's generator
                 torch.manual_seed(hash((seed, run.step, rank)) % 2**63)
         except KeyError as missing:
             raise UserError(
@@ -173,13 +173,13 @@ def train(
     best = {name: tensor for unit in run.units for name, tensor in unit.best.items()}
     result = run.result()
     stage.finish(best, asdict(result))
-    barrier()  # what comes next may read the files
+    barrier()  # later code may read the files
     _copy_into(parameters, best)
     return result
 
 
 def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
-    """Load what a finished stage trained into the parameters of `units`, which may be a part of it.
+    """Load the tensors of a finished stage into the parameters of `units`, which may be a part of the stage's.
 
     Raises:
         UserError: the stage is missing, unfinished, or of other parameters.
@@ -205,7 +205,7 @@ class _UnitRun:
 
     @property
     def stopped(self) -> bool:
-        """Return whether a unit stops: it has not improved for long, or is a teacher on its own outputs."""
+        """Return whether the unit stops: it has not improved for `early_stopping` evaluations, or its loss is 0."""
         if self.best_loss <= 0:
             return True
         return self._early_stopping is not None and self._stale_evaluations >= self._early_stopping
@@ -215,7 +215,7 @@ class _UnitRun:
         return self.optimizer.param_groups[0]["lr"]
 
     def update(self, step: int) -> dict[str, float]:
-        """One optimizer step on the gradients; the learning rate and the gradient norm."""
+        """Take one optimizer step on the gradients; return the learning rate and the gradient norm."""
         norm = clip_gradients(self.parameters.values(), self._clip_norm)
         grad_norm = self.finite(norm, "gradient norm", step + 1)
         self.optimizer.step()
@@ -225,7 +225,7 @@ class _UnitRun:
         return record
 
     def observe(self, loss: float) -> None:
-        """Take in a held-out loss; if it is the lowest so far, the parameters are kept."""
+        """Record a held-out loss; if it is the lowest so far, keep a copy of the parameters."""
         if self._on_plateau:
             self.schedule.step(loss)  # type: ignore[arg-type]
         if math.isinf(self.initial_loss):
@@ -243,7 +243,7 @@ class _UnitRun:
         return value
 
     def _first_not_finite(self) -> str | None:
-        """The first parameter, in the model's order, with a number that is not finite; else with such a gradient."""
+        """Return the first parameter with a number that is not finite, else the first with such a gradient, or None."""
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         both = (*self.parameters.items(), *gradients.items())
         return next((name for name, tensor in both if not tensor.isfinite().all()), None)
@@ -254,7 +254,7 @@ class _UnitRun:
             tensors[f"parameter/{name}"] = parameter.detach()
             tensors |= {f"{key}/{name}": value for key, value in state_of(self.optimizer, parameter).items()}
         losses = {"initial_loss": self.initial_loss, "best_loss": self.best_loss}
-        # An infinity, which JSON cannot hold, is what it was when the schedule was made.
+        # JSON cannot represent infinities, which new schedules have anyway.
         schedule = {key: value for key, value in self.schedule.state_dict().items() if value != math.inf}
         state = {"stale_evaluations": self._stale_evaluations, "lr": self.lr, "schedule": schedule}
         return tensors, losses | state
@@ -269,14 +269,14 @@ class _UnitRun:
             kind, _, name = key.partition("/")
             if name in states and kind not in ("best", "parameter"):
                 states[name][kind] = tensor
-        # torch keeps no state for a parameter that has had no gradient yet.
+        # torch has no state for a parameter that has had no gradient yet.
         load_state(self.optimizer, {place: state for place, state in enumerate(states.values()) if state})
         self.optimizer.param_groups[0]["lr"] = state["lr"]
         self.schedule.load_state_dict(state["schedule"])
 
 
 class StageRun:
-    """A stage under way: its units, and how far it is."""
+    """A running stage: its units and its progress."""
 
     def __init__(
         self, objective: Objective, batches: Batches, validation_rows: Rows, config: TrainConfig, seed: int
@@ -296,7 +296,7 @@ class StageRun:
 
     @property
     def seconds(self) -> float:
-        """Time spent so far, runs before a resume included."""
+        """Return the time spent so far, including runs before a resume."""
         return time.perf_counter() - self._started
 
     @property
@@ -308,7 +308,7 @@ class StageRun:
         return [unit for unit in self.units if not unit.stopped]
 
     def update(self) -> dict[str, Any]:
-        """One optimizer step; its line of the metrics."""
+        """Take one optimizer step; return its line of the metrics."""
         started = time.perf_counter()
         step = Step(self.step, self.batches.num_steps, self._seed)
         losses = self._checked(self._objective.backward(self.batches.at(self.step), step), "loss", self.step + 1)
@@ -321,7 +321,7 @@ class StageRun:
         return self._record("step", units) | {"tokens_per_second": speed}
 
     def evaluate(self) -> dict[str, Any]:
-        """Held-out losses, passed on to schedules and snapshots; their line of the metrics."""
+        """Compute held-out losses for schedules and snapshots; return their line of the metrics."""
         losses = self._checked(self._objective.evaluate(self._validation_rows), "held-out loss", self.step)
         for unit in self._training:
             unit.observe(losses[unit.name])
@@ -332,11 +332,7 @@ class StageRun:
         )
 
     def check_divergence(self, title: str) -> None:
-        """See that the stage has not gone away from where it began; one that merely does not improve has not.
-
-        Raises:
-            DivergedError: it has.
-        """
+        """Raise DivergedError if the stage ends far above its first loss; a lack of improvement is no divergence."""
         first, last = self._mean({unit.name: unit.initial_loss for unit in self.units}), self._mean(self._losses)
         if self._least_loss < first or last <= max(DIVERGED * first, SMALL_LOSS):
             return

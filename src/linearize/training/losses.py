@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linearize.configs.training import LossConfig
 
-CHUNK_ELEMENTS = 2**24  # of logits in fp32 at a time: 64 MiB
+CHUNK_ELEMENTS = 2**24  # logits in fp32 at a time: 64 MiB
 
 
 def output_losses(
@@ -19,15 +19,15 @@ def output_losses(
     targets: Int[Tensor, " N"] | Float[Tensor, " N"] | None,
     config: LossConfig,
 ) -> Float[Tensor, ""]:
-    """The weighted sum of the losses, summed over N outputs. In fp32 (fp64 for fp64 outputs).
+    """Return the weighted sum of the losses, summed over N outputs, in fp32 (fp64 for fp64 outputs).
 
     Args:
         outputs, teacher: logits of C tokens or classes, one number (C = 1), or hidden states, of student and teacher.
-        targets: classes, or numbers; None where `config.labels` is 0.
+        targets: classes, or numbers; None: `config.labels` is 0.
     """
     total = outputs.new_zeros((), dtype=torch.promote_types(torch.float32, outputs.dtype))
     chunk = max(1, CHUNK_ELEMENTS // outputs.shape[-1])
-    for start in range(0, max(1, len(outputs)), chunk):  # once for no outputs: a loss of 0 that has a graph
+    for start in range(0, max(1, len(outputs)), chunk):  # also without outputs: a loss of 0 with a graph
         rows = slice(start, start + chunk)
         arguments = *(None if x is None else x[rows] for x in (outputs, teacher, targets)), config
         if torch.is_grad_enabled() and len(outputs) > chunk:
@@ -63,13 +63,13 @@ def _chunk_loss(
 
 
 def _label_loss(outputs: Float[Tensor, "N C"], targets: Tensor) -> Float[Tensor, ""]:
-    """Cross-entropy of classes; squared error of numbers."""
+    """Return the cross-entropy of classes, or the squared error of numbers."""
     if targets.is_floating_point():
         return (outputs[:, 0] - targets.to(outputs.dtype)).square().sum()
     return F.cross_entropy(outputs, targets, reduction="sum")
 
 
 def _compressed(log_p: Float[Tensor, "N V"], chosen: Int[Tensor, "N k"]) -> Float[Tensor, "N k1"]:
-    """The chosen tokens, and the rest of the probability as one more."""
+    """Return log probabilities of the chosen tokens, and of all others together as one more (k1 = k + 1)."""
     rest = log_p.scatter(-1, chosen, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, chosen), rest], dim=-1)

@@ -21,7 +21,7 @@ SHORTEST = 16  # share of the reference length that the window of a layer has at
 
 
 def budget_bytes(memory: MemoryConfig, teacher: TeacherShape, dtype: torch.dtype) -> int:
-    """Return the bytes of state of one sequence."""
+    """Return the budget in bytes of the state of one sequence."""
     if memory.bytes is not None:
         return memory.bytes
     assert memory.fraction is not None
@@ -31,13 +31,10 @@ def budget_bytes(memory: MemoryConfig, teacher: TeacherShape, dtype: torch.dtype
 
 
 def require_room(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype: torch.dtype) -> None:
-    """See that the budget holds something of every KV head.
+    """Raise UserError if the budget is less than the smallest window in every KV head takes.
 
     Args:
-        layers: how many are converted.
-
-    Raises:
-        UserError: it is less than the smallest window in every head takes.
+        layers: number of converted layers.
     """
     smallest = layers * teacher.num_kv_heads * head_bytes(head_mixer(1, 0, memory.sinks), teacher, dtype)
     if (budget := budget_bytes(memory, teacher, dtype)) < smallest:
@@ -49,7 +46,7 @@ def require_room(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype
 
 
 def _enough(memory: MemoryConfig, smallest: int, teacher: TeacherShape, dtype: torch.dtype) -> str:
-    """Return which value of the budget suffices for so many bytes, as advice."""
+    """Return advice that names a sufficient value of the budget for `smallest` bytes."""
     cache = budget_bytes(memory.model_copy(update={"bytes": None, "fraction": 1.0}), teacher, dtype)
     if memory.fraction is None or smallest > cache:
         null = "" if memory.fraction is None else "memory.fraction=null and "
@@ -62,12 +59,12 @@ def _enough(memory: MemoryConfig, smallest: int, teacher: TeacherShape, dtype: t
 
 
 def head_mixer(window: int, text: int, sinks: int, recall: int = 0) -> MixerConfig:
-    """Return the mixer of a KV head with a window, sinks, and a KV cache with eviction, none where `text` is 0.
+    """Return the mixer of a KV head with a window, sinks, and a KV cache with eviction (none if `text` is 0).
 
-    Beside a cache, the window is as many blocks of BLOCK keys as it holds, one at least.
+    With a cache, the window consists of whole blocks of BLOCK keys, at least one.
 
     Args:
-        text, recall: pairs of the cache with the highest scores for text, and for recall.
+        text, recall: sizes of the cache's parts for text and for recall, in pairs.
     """
     plain = {"feature_map": None, "combine": WindowOnly()}
     if not text:
@@ -85,11 +82,11 @@ def layer_mixer(window: int, sinks: int, *, learned_sink: bool) -> MixerConfig:
 def layer_sizes(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return how many layers are full and how many tokens the windows of the others have.
 
-    As many layers are full as the budget allows beside windows of a SHORTEST of the reference length. The windows take
-    what is left. At least one layer has a window.
+    As many layers are full as the budget allows if the others have windows of 1 / SHORTEST of the reference length. The
+    windows then get the rest of the budget. At least one layer has a window.
 
     Args:
-        layers: how many can be converted.
+        layers: number of layers that can be converted.
     """
     budget, most = budget_bytes(memory, teacher, dtype), memory.reference_length
 
@@ -104,14 +101,14 @@ def layer_sizes(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype:
 def layers_bytes(
     memory: MemoryConfig, teacher: TeacherShape, full: int, windowed: int, window: int, dtype: torch.dtype
 ) -> int:
-    """Return the bytes that layers hold of a sequence of `reference_length` tokens."""
+    """Return the bytes of all these layers for a sequence of `reference_length` tokens."""
     whole = head_bytes(head_mixer(memory.reference_length, 0, 0), teacher, dtype)
     part = head_bytes(head_mixer(window, 0, memory.sinks), teacher, dtype)
     return teacher.num_kv_heads * (full * whole + windowed * part)
 
 
 def head_bytes(mixer: MixerConfig, teacher: TeacherShape, dtype: torch.dtype) -> int:
-    """Return the bytes of state of one KV head of a sequence, as `head_mixer` makes it."""
+    """Return the bytes of state of one KV head with a mixer of `head_mixer`, for one sequence."""
     pair, slots = pair_bytes(teacher, dtype), mixer.span.sinks + mixer.span.context
     if mixer.cache is None:
         return slots * pair
@@ -125,7 +122,7 @@ def pair_bytes(teacher: TeacherShape, dtype: torch.dtype) -> int:
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number from 1 to `most` that fits, 0 where none does; whatever is less fits, too."""
+    """Return the largest number from 1 to `most` that fits, or 0; all smaller numbers must fit too."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

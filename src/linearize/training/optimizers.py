@@ -18,10 +18,10 @@ MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "paged_adamw_8bit": 2 +
 
 
 def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer that `config` names.
+    """Return the optimizer that `config` names.
 
     Raises:
-        UserError: it is of a library that is not installed, or paged, on a CPU.
+        UserError: its library is not installed, or it is paged and parameters are on a CPU.
     """
     parameters = list(parameters)
     if config.optimizer.startswith("paged") and any(p.device.type == "cpu" for p in parameters):
@@ -32,7 +32,7 @@ def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> O
 
 def _of_bitsandbytes(name: str) -> Callable[..., Optimizer]:
     try:
-        library: Any = importlib.import_module("bitsandbytes")  # seconds, and not everybody has it
+        library: Any = importlib.import_module("bitsandbytes")  # optional, and takes seconds to import
     except ImportError:
         raise UserError(
             "optimizer: expected bitsandbytes for moments in 8 bits, found none; "
@@ -54,7 +54,7 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]
 
 
 def load_state(optimizer: Optimizer, states: Mapping[int, dict[str, Tensor]]) -> None:
-    """Put back what `state_of` gave, by the place of each parameter."""
+    """Restore the states of `state_of`, by the index of each parameter."""
     if isinstance(optimizer, AdamW):
         optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(states)})
         return
@@ -62,7 +62,7 @@ def load_state(optimizer: Optimizer, states: Mapping[int, dict[str, Tensor]]) ->
     (group,) = optimizer.param_groups
     for place, found in states.items():
         parameter = group["params"][place]
-        of_library.init_state(group, parameter, 0, place)  # which may lay them where the GPU can page them out
+        of_library.init_state(group, parameter, 0, place)  # allocates paged memory, if the optimizer is paged
         state = optimizer.state[parameter]
         for key, value in found.items():
             if isinstance(state.get(key), Tensor):

@@ -1,7 +1,7 @@
 """The files of one training stage: resume checkpoints, the result, and the metrics log. safetensors and JSON only.
 
-Everything is written inside one scratch folder and moved out of it by a rename once complete, and is moved back into it
-to be deleted. So whatever a killed process leaves half done lies in the scratch folder, which the next run clears.
+Everything is written in one scratch folder and renamed once complete, and moved back there for deletion. So all
+unfinished files of a killed process are in the scratch folder, which the next run clears.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ TRAINED, RESULT = "trained.safetensors", "result.json"
 
 
 class StageFolder:
-    """The folder of one stage. `identity` names the run: flat, JSON-able, and stored beside everything that is written.
+    """The folder of one stage.
 
-    Of several processes all call `save` and `finish`. On reading, what is divided among `parameters` is so here.
+    `identity` identifies the run: a flat dictionary for JSON, which is stored with all files. With several processes,
+    all call `save` and `finish`. Tensors that belong to divided `parameters` are read divided.
 
     Raises:
-        UserError: on reading, what is there was written by a run of another identity, cannot be read, or has changed
-            since (by one bit: JSON and tensors have their sha256 beside them); on writing, as `writing`.
+        UserError: on reading, files belong to another run, cannot be read, or differ from their sha256; on writing, as
+            `writing`.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
@@ -54,15 +55,15 @@ class StageFolder:
             shutil.rmtree(path / SCRATCH, ignore_errors=True)
 
     def finished(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The trained tensors and the result, or None if the stage has not finished."""
+        """Return the trained tensors and the result, or None if the stage has not finished."""
         if not (self.path / RESULT).exists():
             return None
         tensors, result = self._read(self.path / TRAINED, self.path / RESULT, parameters)
-        self._remove_checkpoints()  # left over if the process died just after it had written the result
+        self._remove_checkpoints()  # left if the process died right after it wrote the result
         return tensors, result
 
     def finish(self, tensors: dict[str, Tensor], result: dict[str, Any]) -> None:
-        """Write the result, then drop the resume checkpoint."""
+        """Write the result, then delete the resume checkpoint."""
         if not world().main:
             self._write_rows(TRAINED, tensors)
             return
@@ -70,7 +71,7 @@ class StageFolder:
             self._write_rows(TRAINED, tensors)
             self._write(scratch / TRAINED, tensors, scratch / RESULT, result)
             rows = _rows_of(self.path / TRAINED)
-            if rows.exists():  # of a process that died before it had written the result
+            if rows.exists():  # of a process that died before it wrote the result
                 rows.replace(scratch / "older")
             if _rows_of(scratch / TRAINED).exists():
                 _rows_of(scratch / TRAINED).replace(rows)
@@ -79,14 +80,14 @@ class StageFolder:
         self._remove_checkpoints()
 
     def latest(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The newest checkpoint, or None."""
+        """Return the newest checkpoint, or None."""
         checkpoints = self._checkpoints()
         if not checkpoints:
             return None
         return self._read(checkpoints[-1] / TENSORS, checkpoints[-1] / STATE, parameters)
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`, then drop the ones before it; a full disk leaves the one before in place."""
+        """Write the checkpoint of `step`, then delete older ones; if the disk is full, the previous one stays."""
         name = f"checkpoint-{step:09d}"
         if not world().main:
             self._write_rows(f"{name}/{TENSORS}", tensors)
@@ -101,7 +102,7 @@ class StageFolder:
                 older.replace(scratch / older.name)
 
     def _write_rows(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Every process's rows of what is divided, in the scratch folder, which the main process has made."""
+        """Write this process's rows of divided tensors in the scratch folder, which the main process has made."""
         divided = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
         if not divided:
             return
@@ -141,7 +142,7 @@ class StageFolder:
         sync(tensors_file)
         data = {**data, "identity": self.identity, "tensors_sha256": _file_digest(tensors_file)}
         data["rows_sha256"] = {path.name: _file_digest(path) for path in sorted(_rows_of(tensors_file).glob("*"))}
-        data = json.loads(json.dumps(data, allow_nan=False))  # as it will be read
+        data = json.loads(json.dumps(data, allow_nan=False))  # the digest is of the data as it will be read
         json_file.write_text(json.dumps({**data, "sha256": _digest(data)}, indent=1), encoding="utf-8")
         sync(json_file)
 
@@ -152,7 +153,7 @@ class StageFolder:
         found = data.pop("identity")
         for field in sorted(self.identity.keys() | found.keys()):
             if field == "model" and not (field in self.identity and field in found):
-                continue  # older stages lack it, and models whose weights are divided
+                continue  # older stages and models with divided weights lack it
             if self.identity.get(field) != found.get(field):
                 raise UserError(
                     f"{json_file}: belongs to another run: expected {field} = {self.identity.get(field)}, "
@@ -164,18 +165,18 @@ class StageFolder:
 def read_stage(
     tensors_file: Path, json_file: Path, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a stage's tensors, and the data beside them, which hold the stage's identity.
+    """Read a stage's tensors, and their JSON data with the stage's identity.
 
     Args:
-        parameters: what the last part of a tensor's name, behind slashes, is about; of what is divided among them, this
-            process's rows are read.
+        parameters: by the last part of tensor names, after slashes. If one is divided, this process's rows of its
+            tensors are read.
 
     Raises:
-        UserError: a file is missing, cannot be read, or is not what was written.
+        UserError: a file is missing, cannot be read, or has changed since it was written.
     """
     folder = json_file.parent
     data = read_stage_json(json_file)
-    expected, rows = data.pop("tensors_sha256", None), data.pop("rows_sha256", {})  # checkpoints of before have none
+    expected, rows = data.pop("tensors_sha256", None), data.pop("rows_sha256", {})  # older checkpoints have none
     digests = {_rows_of(tensors_file) / name: digest for name, digest in rows.items()} | {tensors_file: expected}
     try:
         for path, digest in digests.items():
@@ -193,7 +194,7 @@ def read_stage(
 
 
 def read_trained(folder: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a finished stage; `parameters` as of `read_stage`.
+    """Return the tensors of a finished stage; `parameters` as in `read_stage`.
 
     Raises:
         UserError: the stage is missing or unfinished; or as `read_stage`.
@@ -204,16 +205,16 @@ def read_trained(folder: Path, parameters: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def read_stage_json(path: Path) -> dict[str, Any]:
-    """The data that a stage has written beside its tensors.
+    """Return the JSON data of a stage.
 
     Raises:
-        UserError: the file is missing, cannot be read, or is not what was written.
+        UserError: the file is missing, cannot be read, or has changed since it was written.
     """
     data, what = {}, "no such file or one that cannot be read"
     with suppress(OSError, ValueError, AttributeError, TypeError):
         data = json.loads(path.read_text(encoding="utf-8"))
         expected = data.pop("sha256", None)
-        # Files of before have neither; one alone is damaged.
+        # Older files have neither digest; a file with only one is damaged.
         if (expected is None) != ("tensors_sha256" not in data) or expected not in (None, _digest(data)):
             what, data = "another (its sha256 differs)", {}
     if not isinstance(data, dict) or not isinstance(data.get("identity"), dict):
@@ -229,7 +230,7 @@ def _digest(data: dict[str, Any]) -> str:
 
 
 def _file_digest(path: Path) -> str:
-    """The sha256 of a file that may not fit in memory."""
+    """Return the sha256 of a file that may not fit in memory."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while part := file.read(2**20):
@@ -244,9 +245,10 @@ def run_identity(
     seed: int,
     model: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
-    """Return what must be equal for a run to resume from a checkpoint; tensors count by name, shape and dtype.
+    """Return the values that must be equal for a run to resume from a checkpoint.
 
-    Of `model`, if given, its layer plan counts, and the weights that no stage changes here.
+    These are the names, shapes and dtypes of `tensors`, the contents of `rows`, config and seed; and if `model` is
+    given and undivided, its layer plan and the weights that this stage does not train.
     """
     shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
     data = hashlib.sha256()
@@ -264,13 +266,13 @@ def run_identity(
 
 
 def rng_state(devices: Iterable[str]) -> dict[str, Tensor]:
-    """The states of torch's generators for the CPU and these CUDA devices."""
+    """Return the states of torch's generators for the CPU and these CUDA devices."""
     on_cuda = {f"rng/{device}": torch.cuda.get_rng_state(device) for device in devices}
     return {"rng/cpu": torch.get_rng_state(), **on_cuda}
 
 
 def restore_rng_state(tensors: dict[str, Tensor], devices: Iterable[str]) -> None:
-    """Take `rng_state` back, as far as the devices are still the same."""
+    """Restore `rng_state` for the CPU and those devices that it contains."""
     torch.set_rng_state(tensors["rng/cpu"])
     for device in devices:
         if f"rng/{device}" in tensors:
@@ -278,10 +280,10 @@ def restore_rng_state(tensors: dict[str, Tensor], devices: Iterable[str]) -> Non
 
 
 class MetricsLog:
-    """Appends JSON lines to a file, after cutting it back to the `length` bytes that a checkpoint vouches for.
+    """Append JSON lines to a file, after truncating it to the `length` bytes at the time of the checkpoint.
 
     Raises:
-        UserError: there are fewer bytes, or others than those of `sha256` (if given); on writing, as `base.writing`.
+        UserError: there are fewer bytes, or their `sha256` (if given) differs; on writing, as `base.writing`.
     """
 
     def __init__(self, path: Path, length: int, sha256: str | None = None) -> None:
@@ -311,11 +313,11 @@ class MetricsLog:
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         self._digest.update(line)
         with writing(self._path, len(line)):
-            while line:  # an unbuffered file may take a part; if that was for want of room, the next call says so
+            while line:  # an unbuffered write may be partial; if the disk is full, the next call raises an error
                 line = line[self._file.write(line) :]
 
     def sync(self) -> dict[str, Any]:
-        """Make sure that all lines are on the disk; how to find them again: `length` and `sha256`."""
+        """Write all lines to the disk; return the `length` and `sha256` of the file."""
         with writing(self._path, 0):
             os.fsync(self._file.fileno())
         return {"length": os.fstat(self._file.fileno()).st_size, "sha256": self._digest.hexdigest()}
@@ -326,12 +328,12 @@ def _num_bytes(tensors: dict[str, Tensor]) -> int:
 
 
 def _rows_of(path: Path) -> Path:
-    """The folder for what is divided, beside the file of the other tensors."""
+    """Return the folder of divided tensors for the file `path` of all others."""
     return path.with_suffix("")
 
 
 def _read_tensors(path: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in a file, and in the folder of rows beside it; of what is divided here, this process's rows."""
+    """Return the tensors in a file and its folder of divided tensors; of divided ones, this process's rows."""
     with safe_open(path, framework="pt") as file:
         # Cloned, because safetensors maps the file, and a mapped checkpoint would keep its disk space when deleted.
         names = file.keys()
@@ -347,7 +349,7 @@ def _read_tensors(path: Path, parameters: Mapping[str, Tensor]) -> dict[str, Ten
 def _read_rows(
     folder: Path, parameters: Mapping[str, Tensor], names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """This process's rows of the tensors in a folder, all or those of some names; others whole."""
+    """Return the tensors in a folder, all or those of some names: this process's rows of divided ones, others whole."""
     metadata: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {}
     for name in metadata.keys() if names is None else names:
@@ -360,6 +362,6 @@ def _read_rows(
 
 
 def _like(name: str, parameters: Mapping[str, Tensor], shape: list[int]) -> DTensor | None:
-    """The divided parameter that a tensor belongs to, if it is of its shape."""
+    """Return the divided parameter to which a tensor belongs, if shapes are equal, else None."""
     parameter = parameters.get(name.rpartition("/")[2])
     return parameter if isinstance(parameter, DTensor) and list(parameter.shape) == shape else None

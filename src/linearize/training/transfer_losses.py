@@ -34,14 +34,7 @@ MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and roundi
 
 
 def check_losses(config: TransferConfig, name: str, mixer: Any) -> None:
-    """Check that the losses mean something for a layer's mixer.
-
-    Args:
-        name: of the layer.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Raise UserError if a loss is not defined for a layer's mixer; `name` is that of the layer."""
     if not config.weight_cross_entropy:
         return
     if isinstance(mixer, HeadwiseMixer):
@@ -65,7 +58,7 @@ def check_losses(config: TransferConfig, name: str, mixer: Any) -> None:
 def transfer_loss(
     layer: Any, inputs: AttnInputs, layout: SequenceLayout | None, target: Tensor, config: TransferConfig, share: float
 ) -> Float[Tensor, ""]:
-    """A layer's loss on one micro batch: its share of the weighted sum of all means of an optimizer step.
+    """Return a layer's loss on one micro batch, weighted by its share of the tokens of an optimizer step.
 
     `output_mse`: of outputs before the output projection, a mean over valid tokens, heads and head dimension (LoLCATs
     eq. 6 for one layer). `weight_cross_entropy`: -sum_j a_nj log w_nj of the softmax weights a and the mixer's w, a
@@ -73,8 +66,8 @@ def transfer_loss(
 
     Args:
         layer: the converted attention module.
-        target: what softmax attention gives, [B, H, T, D].
-        share: of the optimizer step's tokens, without padding, that this micro batch has.
+        target: the output of softmax attention, [B, H, T, D].
+        share: this micro batch's share of the optimizer step's tokens, without padding.
     """
     mixer, loss = layer.mixer, torch.zeros((), device=target.device)
     if config.output_mse:
@@ -92,7 +85,7 @@ def transfer_loss(
 def mean_squared_error(
     y: Float[Tensor, "B H T D"], target: Float[Tensor, "B H T D"], layout: SequenceLayout | None = None
 ) -> Float[Tensor, ""]:
-    """Over valid tokens. In fp32 (fp64 for fp64 outputs), since bf16 cannot hold small differences of outputs."""
+    """Return the mean squared error over valid tokens, in fp32 (fp64 for fp64 outputs): bf16 loses small differences."""
     dtype = torch.promote_types(torch.float32, y.dtype)
     y, target = y.to(dtype), target.to(dtype)
     valid = None if layout is None else layout.query_position >= 0
@@ -106,8 +99,7 @@ def mean_squared_error(
 def weight_cross_entropy(part: LinearPart, reach: int | None) -> Float[Tensor, ""]:
     """Return the cross-entropy of the mixer's weights: a sum over queries of the mean over heads.
 
-    Window dropout does not apply: weights of 0 in a hidden window would say nothing. `reach` is that of
-    `query_blocks`.
+    Window dropout does not apply: weights of a hidden window would be 0. `reach` as in `query_blocks`.
     """
     combine = dict(part.mixer.combine.named_parameters())
 
@@ -121,18 +113,17 @@ def weight_cross_entropy(part: LinearPart, reach: int | None) -> Float[Tensor, "
 
 
 def cross_entropy(softmax: Float[Tensor, "B H C K"], student: Float[Tensor, "B H C K"]) -> Float[Tensor, ""]:
-    """The sum over all queries of -sum_j a_j log w_j, weights w below 1e-20 taken for that.
+    """Return the sum over all queries of -sum_j a_j log w_j, with weights w clamped to at least 1e-20.
 
-    A query's weights that sum to more than 1 (combine `add`) are divided by their sum, so that the least there is to
-    reach is the entropy of a. Those that sum to less, because the mixer's denominator counts more, are left: what is
-    missing should cost.
+    Weights of a query that sum to more than 1 (combine `add`) are divided by their sum, so that the minimum is the
+    entropy of a. Weights that sum to less than 1 are not, so that the missing weight increases the loss.
     """
     mass = student.sum(-1).clamp_min(1).log()
     return (softmax.sum(-1) * mass).sum() - (softmax * student.clamp_min(MIN_WEIGHT).log()).sum()
 
 
 class _SumOverBlocks(torch.autograd.Function):
-    """The sum of `loss_of(block, features, parameters)`, and its gradient, by blocks: one block's graph at a time."""
+    """Sum `loss_of(block, features, parameters)` and its gradient over blocks, with one block's graph at a time."""
 
     @staticmethod
     def forward(
@@ -141,7 +132,7 @@ class _SumOverBlocks(torch.autograd.Function):
         blocks: Iterable[QueryBlock],
         *tensors: Tensor | None,
     ) -> Tensor:
-        """`tensors` are the features of all tokens, then the parameters."""
+        """Return the sum; `tensors` are the features of all tokens, then the parameters."""
         needed = ctx.needs_input_grad[2:]
         gradients: list[Any] = [None] * len(tensors)
         losses = []
@@ -155,7 +146,7 @@ class _SumOverBlocks(torch.autograd.Function):
             with torch.enable_grad():
                 loss = loss_of(block, Features(*parts[:4]), parts[4:])
             losses.append(loss.detach())
-            # Without a window, and with a map that learns nothing, nothing moves the loss.
+            # Without a window, and with a map without parameters, the loss is constant.
             wanted = [index for index, need in enumerate(needed) if need and loss.requires_grad]
             found = torch.autograd.grad(loss, [parts[i] for i in wanted], allow_unused=True) if wanted else ()
             for index, gradient in zip(wanted, found, strict=True):

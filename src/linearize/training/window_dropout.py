@@ -1,4 +1,4 @@
-"""Against bypass: while a window alone lowers the loss, nothing asks the linear part to learn (arXiv 2510.05901)."""
+"""Window dropout: hide windows in training, which else lower the loss without the linear part (arXiv 2510.05901)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from linearize.training.loop import Step
 
 @contextmanager
 def dropped_windows(model: nn.Module, config: TrainConfig, step: Step, micro_batch: int) -> Iterator[None]:
-    """Within, every layer hides its window from the share of sequences that `config` schedules for this step.
+    """Hide every layer's window, in the `with` block, from the share of sequences scheduled for this step.
 
-    What is hidden is a function of seed, step, micro batch and layer, so that a resumed stage, a layer trained without
-    the others, or one that is computed again on the way back, sees the same. The mixer's `combined` alone is wrapped:
-    the names of parameters stay, and so do its attention weights, which are made of `combine` without it.
+    The hidden sequences depend on seed, step, micro batch and layer alone. So they are equal in a resumed stage, in a
+    layer trained alone, and in recomputation by checkpointing. Only the mixer's `combined` is wrapped: names of
+    parameters are unchanged, and so are attention weights, which use `combine` directly.
     """
     layers = linearized_layers(model).values() if config.window_dropout is not None else ()
     mixers = {layer.layer_idx: layer.mixer for layer in layers if isinstance(layer.mixer, LinearMixer)}
@@ -37,11 +37,11 @@ def dropped_windows(model: nn.Module, config: TrainConfig, step: Step, micro_bat
         yield
     finally:
         for mixer in mixers.values():
-            vars(mixer).pop("combined", None)  # the method is seen again
+            vars(mixer).pop("combined", None)  # restores the method
 
 
 def _hiding(mixer: LinearMixer, rate: float, seed: int) -> Callable[..., Tensor]:
-    """`mixer.combined`, but of the linear part alone in this share of sequences, where queries have keys in it."""
+    """Return `mixer.combined`, but with the linear part alone for queries with far keys in a share of sequences."""
     whole = mixer.combined
 
     def combined(
@@ -49,10 +49,10 @@ def _hiding(mixer: LinearMixer, rate: float, seed: int) -> Callable[..., Tensor]
     ) -> Float[Tensor, "B H T D"]:
         if window is None or linear is None:
             return whole(inputs, window, linear, has_linear)
-        # Of a copy: without gradients, parts are combined in place.
+        # A copy, since parts are combined in place without gradients.
         alone = mixer.normalized(replace(linear, num=linear.num.clone()), inputs)
         y = whole(inputs, window, linear, has_linear)
-        # Drawn on the CPU, the same on every device.
+        # Drawn on the CPU, so that all devices hide the same sequences.
         generator = torch.Generator().manual_seed(seed)
         hidden = (torch.rand(len(y), generator=generator) < rate).to(y.device)[:, None] & has_linear()
         return torch.where(hidden[:, None, :, None], alone.to(y.dtype), y)
