@@ -1,7 +1,7 @@
-"""A start for absolute-scale mixing: how large far keys' weights are, measured on the teacher before any training.
+"""Initialise the log-sum-exp merge of window and linear part, by measuring far keys' weights on the teacher.
 
-With a wrong offset one part is all there is, and no gradient says so. So the offset of each head, and the temperature
-of its exponential features, are fitted to the share of its weight that softmax gives to the far keys together.
+With a wrong offset one part has all the weight, and gradients vanish. So the offset of each head, and the temperature
+of its exponential features, are fitted to the share of its weight that softmax gives to all far keys together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from linearize.ops.backend import window_softmax
 from linearize.ops.inputs import SoftmaxInputs
 from linearize.ops.layout import SequenceLayout
 
-LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from
+LEAST_SHARE = 1e-4  # the least share of far keys to fit: a share of 0 would leave no gradient
 MOST_LOG_ODDS = 20.0
 TEMPERATURES = tuple(2.0**i for i in range(-5, 3))  # powers of 2, which can be undone without rounding
 

@@ -1,11 +1,10 @@
 """Measure on the teacher which key-value pairs later tokens need, and fit eviction scores that predict it.
 
-The teacher reads a context, a request to repeat it, and the context again. Two things are seen of each pair of the
-context: the largest attention that it receives from the repetition, which says what recall needs (KVzip, arXiv
-2505.23416), and the largest attention that it receives from later tokens of the context itself, which says what text
-needs. Both are predicted by linear functions of key and value, fitted in closed form, that score pairs while text
-streams by (after KVzap, arXiv 2601.07891, which reads hidden states). How the pairs that recall needs are spread over
-KV heads says which heads need a cache for recall, and how large it must be.
+The teacher reads a context, a request to repeat it, and the context again. Two maxima are measured for each pair of the
+context. The largest attention from the repetition says how much recall needs the pair (KVzip, arXiv 2505.23416). The
+largest attention from later tokens of the context itself says how much text needs it. Linear functions of key and
+value, fitted in closed form, predict both for each new pair (after KVzap, arXiv 2601.07891, which reads hidden states).
+The distribution of recall's needs over KV heads decides the size of each head's cache for recall.
 
 Axes: G KV heads of a layer, H query heads, S tokens of a context, T of a row, Q quantiles, F features of a pair.
 """

@@ -1,7 +1,7 @@
 """KV budget allocation per layer: full softmax attention in some layers, one common window with a sink in the others.
 
-Stock engines run such models (docs/running.md). Which layers stay full is measured: each layer alone is given the
-window, and the teacher's text and the teacher's repetition of a text are compared with the teacher's own (KL).
+Stock engines run such models (docs/running.md). A measurement chooses the layers that stay full: each layer alone gets
+the window, and the outputs on a text and its repetition are compared with the teacher's (KL).
 
 Axes: H query heads, G KV heads, T tokens, D head dimension.
 """

@@ -1,4 +1,4 @@
-"""Per-head KV budget allocation: the budget in bytes, and what one KV head can keep for how many bytes."""
+"""KV budget allocation: the budget in bytes, and the bytes of windows and caches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from linearize.hf.teacher import TeacherShape
 from linearize.ops.partial import accumulation_dtype
 
 BLOCK = 8  # keys that leave the window of a KV cache with eviction at a time
-POSITION_BYTES = 8  # of a cached pair, int64
-SHORTEST = 16  # share of the reference length that the window of a layer has at least
+POSITION_BYTES = 8  # bytes of a cached pair's position, int64
+SHORTEST = 16  # the window of a layer has at least this fraction (1 / SHORTEST) of the reference length
 
 
 def budget_bytes(memory: MemoryConfig, teacher: TeacherShape, dtype: torch.dtype) -> int:

@@ -1,4 +1,4 @@
-"""AdamW with moments in fp32, and, by bitsandbytes, in 8 bits; and their state as tensors, which a checkpoint holds."""
+"""Make AdamW with moments in fp32 or, by bitsandbytes, in 8 bits, and convert its state to tensors for checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from linearize.base import UserError
 from linearize.configs.training import TrainConfig
 
-# Of one number that trains: both moments, and for 256 of those in 8 bits a scale each.
+# Bytes of both moments per trained number; moments in 8 bits have a scale per 256 numbers.
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "paged_adamw_8bit": 2 + 8 / 256}
 
 

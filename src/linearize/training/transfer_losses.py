@@ -1,7 +1,7 @@
-"""The losses of attention transfer on one layer, with no T x T matrix: of outputs and of attention weights.
+"""The losses of attention transfer on one layer, on outputs and on attention weights, without a T x T matrix.
 
-Losses on weights are sums over blocks of queries; the gradient of a block is taken as soon as its loss is known, with
-respect to features that are computed once per layer, and goes on from there in the backward pass.
+Losses on weights are sums over blocks of queries. Each block's gradient with respect to the features, which are
+computed once per layer, is taken right after its loss. The backward pass continues from the features.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import SequenceLayout
 
-MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and rounding give weights of 0
+MIN_WEIGHT = 1e-20  # the least weight before its logarithm is taken: relu and rounding give weights of 0
 
 
 def check_losses(config: TransferConfig, name: str, mixer: Any) -> None:
@@ -85,7 +85,7 @@ def transfer_loss(
 def mean_squared_error(
     y: Float[Tensor, "B H T D"], target: Float[Tensor, "B H T D"], layout: SequenceLayout | None = None
 ) -> Float[Tensor, ""]:
-    """Return the mean squared error over valid tokens, in fp32 (fp64 for fp64 outputs): bf16 loses small differences."""
+    """Return the mean squared error over valid tokens, in fp32 (fp64 for fp64 outputs): bf16 loses differences."""
     dtype = torch.promote_types(torch.float32, y.dtype)
     y, target = y.to(dtype), target.to(dtype)
     valid = None if layout is None else layout.query_position >= 0
