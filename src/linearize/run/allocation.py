@@ -27,7 +27,7 @@ from linearize.training.learned_sinks import LEARNED_SINKS, SINK_CONTEXTS, WINDO
 
 SCORES = "eviction_scores.safetensors"
 _AGAIN = "delete it, and the run measures again"
-# By `memory.per`: the file of an allocation, and what is read from it.
+# By `memory.per`: the file of an allocation, and its class.
 ALLOCATIONS: dict[str, tuple[str, type[Allocation] | type[LayerAllocation]]] = {
     "kv_head": ("allocation.json", Allocation),
     "layer": ("layer_allocation.json", LayerAllocation),
@@ -60,7 +60,7 @@ class MeasuredPlan:
         return student
 
     def save(self, run: Run) -> None:
-        """Write what was measured to the run's folder."""
+        """Write the measurements to the run's folder."""
         if self.allocation is not None:
             name = next(name for name, kind in ALLOCATIONS.values() if isinstance(self.allocation, kind))
             write_json(run.folder / name, self.allocation.to_json())
@@ -87,8 +87,8 @@ def measure(
     its task is not language modelling.
 
     Args:
-        layers: the plan as the recipe alone has it; layers that it leaves as they are stay so.
-        dtype: of keys and values, in which bytes are counted.
+        layers: the plan by the recipe alone; its softmax layers stay softmax.
+        dtype: of keys and values, by which bytes are counted.
 
     Raises:
         UserError: no language model, a budget too small for any window, or too little text.

@@ -1,4 +1,4 @@
-"""The evaluation of a student beside its controls, and its result files."""
+"""Evaluate a student and its controls, and write the result files."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ from linearize.training.finetune import load_finetuned
 from linearize.training.learned_sinks import LEARNED_SINKS, LearnedSinks
 from linearize.training.resumption import RESULT
 
-# What says something of any task; the others are about what lies beyond a window of text.
+# Candidates for all tasks. The others are about text beyond a window.
 OF_ANY_TASK = ("teacher", "swapped", "transferred", "student")
 
 
 def candidates(
     teacher: PreTrainedModel | None, student: PreTrainedModel, layers: LayerPlan, recipe: Recipe, run: Run | None
 ) -> tuple[list[Candidate], list[str]]:
-    """Everything to measure the student against, and the names of what is not to be had.
+    """Return the candidates to measure, the student among them, and the names of those that are missing.
 
-    Trained controls are loaded from the run's folder; a student without one is measured without them.
+    Trained controls are loaded from the run's folder; without a run there are none.
     """
 
     def untrained() -> PreTrainedModel:
         assert teacher is not None
         model = convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
-        copy_eviction_scores(student, model)  # they are measured on the teacher, not trained
+        copy_eviction_scores(student, model)  # measured on the teacher, not trained
         if run is not None and (run.folder / LEARNED_SINKS).is_file():
             LearnedSinks.read(run.folder / LEARNED_SINKS, advice="start the run again").apply(model)
         return model
@@ -131,14 +131,14 @@ def candidates(
     at_hand = {"student"}
     if any(mixer.feature_map is not None for mixer in each_mixer(layers)):
         at_hand.add("ablated")
-        # Each is the other's window-only control.
+        # Only one of them is a control of this plan.
         del every["equal_finetuned" if is_spread(layers) else "exact_finetuned"]
-    else:  # there is nothing to switch off, and the window-only control has as many bytes
+    else:  # there is no linear part to ablate, and the window-only control has as many bytes
         del every["ablated"], every["equal_finetuned"], every["exact_finetuned"]
     if teacher is not None:
         at_hand |= {"teacher", "swapped", "window", "window_sinks"} | trained
     if not recipe.data.task.language:
-        # From scratch, nothing stands beside the student: what it was made from is a model of random weights.
+        # A student from scratch has no candidates to compare with: its teacher has random weights.
         names = ("student",) if recipe.weights == "random" else OF_ANY_TASK
         every = {name: every[name] for name in names if name in every}
 
@@ -166,7 +166,7 @@ def control(
     if name not in plans:
         return run.load_teacher()
     model = convert_layers(teacher, plans[name]())
-    if name == "exact_finetuned":  # whose caches are the student's own
+    if name == "exact_finetuned":  # has the student's caches
         copy_eviction_scores(student, model)
     return model
 
@@ -183,7 +183,7 @@ def measure_run(
     dataset: Dataset,
     command: str | None,
 ) -> Results:
-    """Measure the finished student of a run beside everything there is to compare it with."""
+    """Measure the finished student of a run and all available candidates."""
     started = time.perf_counter()
     with _finite():
         results = _measured(teacher, student, dataset, processor, run.recipe, run)
@@ -193,7 +193,7 @@ def measure_run(
 
 @contextmanager
 def _finite() -> Iterator[None]:
-    """Turn what a measure says of outputs that are no numbers into one line."""
+    """Turn FloatingPointError of a measurement, in the `with` block, into UserError."""
     try:
         yield
     except FloatingPointError as error:
@@ -226,7 +226,7 @@ def _measured(
     if recipe.evaluation.long:
         results = measure(found, rows, processor, missing=missing, **about)
     else:
-        # The length at which a budget is a share of the teacher's cache, where there is one.
+        # With a budget, the length at which it is a fraction of the teacher's cache.
         context = recipe.data.sequence_length if recipe.memory is None else recipe.memory.reference_length
         results = measure_quickly(teacher, student, rows, processor, context=context, **about)
     if answer is None:
@@ -250,21 +250,21 @@ def evaluate(
     compiled: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> Results:
-    """Measure a linearized model beside its teacher and, where its run folder is at hand, the trained controls.
+    """Measure a linearized model, its teacher and, if its run folder is available, the trained controls.
 
     Args:
-        model: a run folder, or the folder of a model; one that was moved out of its run knows recipe and teacher.
-        teacher: the softmax model; by default the run's own, without which the model is measured where that is gone.
-        dataset: held-out text is taken from it; by default the run's own data.
+        model: a run folder, or the folder of a model; a model moved out of its run still has recipe and teacher.
+        teacher: the softmax model; None: the run's own, or no teacher if that cannot be read.
+        dataset: source of held-out text; None: the run's own data.
         overrides: dotted recipe fields under `data` and `evaluation`.
-        command: what the user typed, to stand beside the results.
-        trust_tasks: whether the recipe's tasks may be YAML; those among the `overrides` are the user's own word.
-        compiled: whether steps of generation are compiled, the teacher's and the student's; forwards of rows are not.
-        note: is told what is measured otherwise than asked for, once everything is loaded.
+        command: the user's command line, for the results.
+        trust_tasks: whether the recipe's tasks may be YAML files; tasks in `overrides` may be anyway.
+        compiled: whether steps of generation of teacher and student are compiled; forwards of rows are not.
+        note: called with each deviation from what was requested, once everything is loaded.
 
     Raises:
         UserError: not a linearized model, another model's teacher, no data to measure on, local files that only the
-            recipe of a folder names, or a field of what made it.
+            recipe of a folder names, or a recipe field that eval cannot change.
     """
     for field in overrides:
         if not field.startswith(("data.", "evaluation.")):
@@ -289,7 +289,7 @@ def evaluate(
             f"rows of {shape.max_positions} tokens, the model's positions; --set data.sequence_length=... for others"
         )
     require_head(model, config, task.auto_class, "set data.task.type to the model's task")
-    chooser = run  # rows that a run chose by its teacher stay so, whichever the student is compared with
+    chooser = run  # the run's own teacher selects rows, whichever teacher the student is compared with
     if teacher is not None:
         run = Run(recipe, teacher, Path(model), dtype, device) if run is None else replace(run, model=teacher)
     if run is not None:
@@ -335,14 +335,14 @@ def bench(
     compiled: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> speed.Bench:
-    """Time a linearized model, in its run folder or its own, beside its teacher, by default the run's own.
+    """Time a linearized model, in its run folder or its own, and its teacher, by default the run's own.
 
     Args:
         compiled: whether the steps of both are compiled.
-        note: is told where they cannot be.
+        note: called with the reason if they cannot be.
 
     Raises:
-        UserError: not a linearized model, no teacher to be found, or sizes that make no sense.
+        UserError: not a linearized model, no teacher, or invalid sizes.
     """
     model = student_folder(model)
     require_head(model, require_linearized(model), CAUSAL, GENERATES)
@@ -358,7 +358,7 @@ def bench(
 
 
 def write_results(folder: Path, results: Results) -> None:
-    """The measurements in a run's folder, for programs and for people; the model card tells them too."""
+    """Write the measurements to a run's folder as JSON, Markdown and HTML, and to the model card."""
     from linearize.report.page import write_report  # its figures import matplotlib, which takes half a second
 
     write_json(folder / "evaluation.json", results.to_json())
@@ -371,7 +371,7 @@ def write_results(folder: Path, results: Results) -> None:
 def provenance(
     recipe: Recipe, dataset: Dataset, device: torch.device, seconds: float, command: str | None
 ) -> Provenance:
-    """Return what a measurement rests on."""
+    """Return the provenance of a measurement."""
     threads = torch.get_num_threads()
     return Provenance(
         command=command,

@@ -1,4 +1,4 @@
-"""The folder of a run: what it is about, whose it is, and the files in it."""
+"""The folder of a run: its recipe and model, its lock, and its files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder and what it is about: enough to start, resume or evaluate it."""
+    """A run folder with recipe, model, dtype and device: enough to start, resume or evaluate the run."""
 
     recipe: Recipe
     model: str
@@ -42,20 +42,19 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> Run:
-        """The run that `folder` tells of, on this machine's device: a run folder, or the folder of its model.
+        """Return the run recorded in `folder`, a run folder or the folder of its model.
 
         Raises:
-            UserError: a file that is missing or damaged.
+            UserError: a file is missing or damaged.
         """
         recipe = Recipe.load(str(folder / "recipe.yaml"))
         return cls(recipe, run_record(folder).model, folder, dtype, device)
 
     @classmethod
     def behind(cls, model: str, dtype: torch.dtype, device: torch.device) -> Run | None:
-        """The run that made a model: the one whose folder it lies in, or else the one its own folder tells of.
+        """Return the run that made a model, from the folder around the model or its own; None: no run made it.
 
-        A model that was moved knows recipe and teacher; the controls and the stages have stayed behind. None for one
-        that no run made.
+        A model that was moved has the recipe and the name of the teacher, but not the controls and stages.
 
         Raises:
             UserError: as `read`.
@@ -64,9 +63,9 @@ class Run:
         return None if found is None else cls.read(found, dtype, device)
 
     def load_teacher(self) -> PreTrainedModel:
-        """The softmax model with its task's head: as it is saved, or new where the recipe starts from scratch.
+        """Load the softmax model with its task's head, or make a new one if the recipe starts from scratch.
 
-        Of a run with divided weights each process gets its part; all call this.
+        With divided weights each process loads its part; all call this.
         """
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         options["auto_class"] = self.recipe.data.task.auto_class
@@ -80,24 +79,24 @@ class Run:
         return load_model(self.model, **options)
 
     def training_tokens(self, *stages: str) -> int | None:
-        """The tokens of the finished ones of these stages together, repetitions counted; None: none was found."""
+        """Return the sum of the training tokens of those stages that are finished, over all epochs; None: none is."""
         results = [x for stage in stages if (x := self.folder / stage / RESULT).is_file()]
         return sum(read_stage_json(x)["tokens"] for x in results) if results else None
 
     @property
     def controls(self) -> dict[str, Path]:
-        """Folders of the trained controls, by the name of their candidate."""
+        """Return the folders of the trained controls, by the name of their candidate."""
         return {name: self.folder / "controls" / name for name in self.recipe.controls}
 
 
 def run_folder(model: str) -> Path | None:
-    """Return the folder that tells of the run that made a model: the one around the model's, or its own; else None."""
+    """Return the folder with the run.json of a model: its parent folder, its own folder, or None."""
     folder = Path(model).resolve()
     return next((place for place in (folder.parent, folder) if (place / "run.json").is_file()), None)
 
 
 def student_folder(given: str) -> str:
-    """The model in a run folder; anything else is a model's own folder or hub id, and stays as it is.
+    """Return the model in a run folder; a model's own folder or hub id is returned unchanged.
 
     Raises:
         UserError: a run that has no model yet.
@@ -113,7 +112,7 @@ def student_folder(given: str) -> str:
 
 
 def about_run(run: Run) -> dict[str, str]:
-    """The files by which a model tells of its run wherever it is moved: the contents by their names."""
+    """Return the files about the run that are saved with the model: contents by name."""
     return {name: (run.folder / name).read_text(encoding="utf-8") for name in ("recipe.yaml", "run.json")}
 
 
@@ -123,11 +122,7 @@ def run_record(folder: Path) -> RunRecord:
 
 
 def check_output(run: Run) -> None:
-    """See that the folder is empty or holds this very recipe and model, and no symbolic links.
-
-    Raises:
-        UserError: the folder holds something else.
-    """
+    """Raise UserError unless the folder is empty or has a run of this recipe and model, without symbolic links."""
     _refuse_links(run.folder)
     recipe_file, run_file = run.folder / "recipe.yaml", run.folder / "run.json"
     if recipe_file.is_file() and run_file.is_file():
@@ -148,11 +143,7 @@ def check_output(run: Run) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Check that a run's folder contains no symbolic links: a run would write and delete files through them.
-
-    Raises:
-        UserError: it contains one.
-    """
+    """Raise UserError if a run's folder contains symbolic links: a run would write and delete files through them."""
     for place, folders, files in os.walk(folder):
         for path in (Path(place) / name for name in sorted((*folders, *files))):
             if path.is_symlink():
@@ -172,7 +163,7 @@ def _unclaimed(run: Run) -> bool:
 
 
 def _written(recipe_file: Path) -> str | None:
-    """Return what a run's recipe, perhaps of an earlier version, says of results; None: there is no recipe."""
+    """Return `_results_by` of a recipe file, perhaps of an earlier version; None: it cannot be read."""
     try:
         return _results_by(Recipe.load(str(recipe_file)))
     except UserError:
@@ -180,19 +171,19 @@ def _written(recipe_file: Path) -> str | None:
 
 
 def _results_by(recipe: Recipe) -> str:
-    """The recipe as YAML, without how its processes share the work: a run may go on with other ones."""
+    """Return the recipe as YAML without `distributed`: a run may be resumed with other processes."""
     return recipe.model_copy(update={"distributed": DistributedConfig()}).to_yaml()
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Within, no other run works in `folder`, which is made if it is not there, and is gone again if it stays empty.
+    """Lock `folder` for one run in the `with` block. The folder is made if needed, and removed if it stays empty.
 
-    Of several processes that work on one run, the main one sees to it. A lock that a killed process has left counts
-    for nothing, and what it was writing is removed.
+    With several processes of one run, the main process locks. Locks of killed processes do not count, and their
+    unfinished files are removed.
 
     Raises:
-        UserError: another is at work in it, or it cannot be written to.
+        UserError: another run is active in it, or it cannot be written to.
     """
     if not world().main:
         yield
@@ -210,7 +201,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             try:
                 for pattern in (".*.incomplete", "*/.*.incomplete", ".tmp??????"):  # the last are safetensors' own
                     for left in folder.glob(pattern):
-                        with suppress(OSError):  # a folder is its writer's to remove
+                        with suppress(OSError):  # folders are removed by the code that writes them
                             left.unlink()
                 yield
             finally:
@@ -218,12 +209,12 @@ def alone_in(folder: Path) -> Iterator[None]:
                     (folder / LOCK).unlink()
     finally:
         for place in made:
-            with suppress(OSError):  # there is something in it
+            with suppress(OSError):  # it is not empty
                 place.rmdir()
 
 
 def claim(run: Run, dataset: Dataset) -> None:
-    """Make the folder this run's own, and see that a resumed run has the same data.
+    """Write recipe.yaml and run.json to a new run's folder; check that a resumed run has the same data.
 
     Raises:
         UserError: the data have changed, or the folder cannot be written to.

@@ -1,4 +1,4 @@
-"""Measure quality against bytes of state: per-head KV budget allocation beside one window, untrained and trained."""
+"""Measure quality against bytes of state: KV budget allocation and a common window, untrained and trained."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from linearize.training.memory import head_bytes, head_mixer, require_room
 
 @dataclass(frozen=True)
 class Seen:
-    """Measurements of one model: its losses on held-out rows and on copies, and its answers about needles."""
+    """Measurements of one model: losses on held-out rows and on copies, and answers about needles."""
 
     losses: TokenLosses
     copies: Sequence[Totals]
@@ -47,31 +47,31 @@ class Seen:
 
 @dataclass(frozen=True)
 class Ruler:
-    """The material that all models are measured with."""
+    """The data on which all models are measured."""
 
     rows: PackedRows
     copies: CopyRows
     needles: RetrievalTest
 
     def see(self, model: PreTrainedModel, label: str) -> Seen:
-        """Measure a model on all of it."""
+        """Measure a model on all of these data."""
         losses = token_losses(model, self.rows, batch_size=BATCH_SIZE, title=label)
         copies = copy_losses(model, self.copies, batch_size=BATCH_SIZE)
         return Seen(losses, copies, answer(model, self.needles, batch_size=BATCH_SIZE, title=label))
 
 
 def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: str) -> dict[str, Any]:
-    """Measure each way to hold less memory at each fraction of the teacher's cache; the same call resumes.
+    """Measure each way to reduce memory at each fraction of the teacher's cache; the same call resumes.
 
-    At each fraction: the same window in every head (`uniform`), and the recipe's budget allocated per head and per
-    layer. If the recipe has a finetune stage, the window with sinks and both allocations are also trained by it. Layers
-    with full attention grow: their bytes are those at the recipe's `reference_length`. The teacher and the
-    reference window are then trained on the same tokens, for comparison.
+    At each fraction these are: one window in every head (`uniform`), and the recipe's budget allocated per head and per
+    layer. If the recipe has a finetune stage, it also trains the window with sinks, both allocations and, for
+    comparison, the teacher and the reference window, on the same tokens. The bytes of layers with full attention, which
+    grow, are those at the recipe's `reference_length`.
 
     Args:
-        run: whose recipe has `memory`, of which the size is replaced; its folder keeps what is found, and its
-            `evaluation` says on how many copies and needles.
-        reference: the window that gains are measured from; positions beyond two of it are far.
+        run: its recipe has `memory`, whose size is replaced, and in `evaluation` the numbers of copies and needles; its
+            folder keeps the results.
+        reference: the window in tokens from which gains are measured; positions beyond two windows are far.
 
     Raises:
         UserError: anything that the user can fix.
@@ -189,7 +189,7 @@ def _ruler(dataset: Dataset, tokenizer: Any, config: EvaluationConfig, reference
 
 
 def uniform(pairs: int, sinks: int) -> dict[str, MixerConfig]:
-    """Return mixers that all heads can have with as many pairs of key and value: a window, with and without sinks."""
+    """Return mixers of all heads with this number of key-value pairs: a window with sinks, and one without."""
     return {
         "window": head_mixer(max(1, pairs), 0, 0),
         WINDOW: head_mixer(max(1, pairs - sinks), 0, sinks),

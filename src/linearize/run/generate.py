@@ -21,7 +21,7 @@ class Printer(transformers.TextStreamer):
     """Print each token when it is generated; on a terminal, print control characters as escape sequences."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """As in transformers."""
+        """Print text, as in transformers."""
         if sys.stdout.isatty():
             text = without_controls(text)
         super().on_finalized_text(text, stream_end)
@@ -46,7 +46,7 @@ def generate(
         model: a model's folder or hub id, or the folder of the run that made it.
         prefill: how a linearized model reads the prompt, "streaming" or "full"; None: as its config says.
         compiled: whether the step from token to token is compiled.
-        note: is told where it cannot be.
+        note: called with the way of reading, and with the reason if steps cannot be compiled.
     """
     check_text(prompt, "--prompt")
     if not 0 <= seed < 2**62:

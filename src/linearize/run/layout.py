@@ -13,14 +13,14 @@ from linearize.hf.teacher import TeacherShape
 from linearize.planning.plan import make_plan
 from linearize.run.folder import Run
 
-ROOM = 0.9  # of a GPU's memory is the run's; the rest is the driver's, and what the forecast leaves out
+ROOM = 0.9  # share of a GPU's memory for the run; the rest is for the driver and parts that the forecast leaves out
 
 
 def laid_out(run: Run, shape: TeacherShape, layers: LayerPlan) -> Run:
-    """The run as `distributed.shard` has it laid out over these processes, which all call this.
+    """Return the run with `sharded` set by `distributed.shard`; all processes call this.
 
-    `auto` divides weights where a GPU, the smallest of all, has less memory than the plan's largest stage takes with
-    the whole model. On a CPU, whose memory the processes of a machine share anyway, it does not.
+    `auto` divides weights if the smallest GPU has less memory than the plan's largest stage takes with the whole model.
+    It does not on CPUs, whose memory the processes of a machine share anyway.
 
     Raises:
         UserError: `full`, for a model that cannot be divided.

@@ -1,4 +1,4 @@
-"""`run`: a teacher and a recipe in, a student and the measure of it out, stage by stage; the same again resumes."""
+"""Linearize a teacher by a recipe, stage by stage, and measure the student. The same call resumes."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def run(
     command: str | None = None,
     trust_tasks: bool = False,
 ) -> Results | None:
-    """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` or `block` end before.
+    """Linearize `run.model` as `run.recipe` says; return the results, or None if `until` or `block` end it earlier.
 
     Args:
-        dataset: rows to use instead of what the recipe names.
+        dataset: rows to use instead of the recipe's data.
         until: the last stage to run, one of `STAGES`.
-        block: only train this block of layers, of a transfer block by block; "any": one after another that no other job
-            has taken.
-        command: what the user typed, to stand beside the results.
-        trust_tasks: benchmarks of the recipe may be task YAMLs, which can run any code.
+        block: in a block-wise transfer, train only this block of layers; "any": train all blocks that no other job has
+            claimed, one after another.
+        command: the user's command line, for the results.
+        trust_tasks: whether benchmarks of the recipe may be task YAMLs, which can run any code.
 
     Raises:
-        UserError: anything that the user can fix; nothing is half-written then.
+        UserError: anything that the user can fix; no file is half-written then.
     """
     check_tasks(run.recipe.evaluation, trusted=trust_tasks)
     shape = TeacherShape.from_config(read_config(run.model))
@@ -82,7 +82,7 @@ def _carry_out(
     block: int | Literal["any"] | None,
     command: str | None,
 ) -> Results | None:
-    """`run`, once it is known to be possible."""
+    """Do the work of `run`, after its checks."""
     contents = read_config(run.model)
     processor = load_processor(run.recipe.data.task, run.model)
     own = dataset is None
@@ -127,7 +127,7 @@ def _carry_out(
     if until != "evaluate":
         return None
     train_controls(run, teacher, student, layers, dataset)
-    if not world().main and not run.recipe.data.task.language:  # whose examples processes do not share
+    if not world().main and not run.recipe.data.task.language:  # processes do not divide examples of other tasks
         return None
     save(run, student, processor)
     results = measure_run(run, teacher, student, processor, dataset, command)
@@ -138,10 +138,10 @@ def _carry_out(
 
 
 def save(run: Run, student: PreTrainedModel, processor: Any) -> None:
-    """The student in a folder of its own, where there is none yet; of divided weights each process gives its part."""
+    """Write the student to the run's model folder, unless that exists; all processes call this."""
     folder = run.folder / "model"
     write = partial(save_sharded, student) if run.sharded else None
-    barrier()  # none begins while another still looks
+    barrier()  # no process writes while another still checks
     there = folder.exists()
     barrier()
     if there:
@@ -156,18 +156,14 @@ def save(run: Run, student: PreTrainedModel, processor: Any) -> None:
 
 
 def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset) -> None:
-    """plan.json: what the run means and costs."""
+    """Write plan.json: the plan of the run and its costs."""
     options = {"dtype": run.dtype, "device": run.device if run.device.type == "cuda" else None}
     plan = planning.make_plan(run.recipe, shape, layers, training_tokens=dataset.train.num_tokens, **options)
     write_json(run.folder / "plan.json", plan.to_json())
 
 
 def check_block(recipe: Recipe, shape: TeacherShape, block: int | Literal["any"] | None) -> None:
-    """See that the recipe has such a block.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Raise UserError if the recipe has no such block."""
     if block is None:
         return
     if recipe.transfer is None or recipe.transfer.layers_per_block is None:
@@ -185,9 +181,9 @@ def transfer_by_block(
     block: int | Literal["any"] | None,
     processor: Any,
 ) -> None:
-    """Train all blocks of layers, or one, or any that is free, without ever loading the whole teacher."""
+    """Train all blocks of layers, or one, or all unclaimed ones, without ever loading the whole teacher."""
     assert run.recipe.transfer is not None
-    StoredWeights(run.model)  # refuses what cannot be read block by block before anything is written
+    StoredWeights(run.model)  # raises an error for models that cannot be read block by block
     train_rows, validation_rows = dataset.train, dataset.validation
     if not (isinstance(train_rows, PackedRows) and isinstance(validation_rows, PackedRows)):
         raise UserError(
@@ -220,14 +216,14 @@ def transfer_by_block(
 
 
 def blocks_to_do(run: Run) -> list[int]:
-    """The blocks of layers that are still to be trained, of a transfer block by block."""
+    """Return the blocks of layers that a block-wise transfer still has to train."""
     assert run.recipe.transfer is not None
     shape = TeacherShape.from_config(read_config(run.model))
     return unfinished_blocks(run.folder / "transfer", len(layer_blocks(shape.num_layers, run.recipe.transfer)))
 
 
 def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
-    """The stage that trains the student's mixers; loaded where it is finished, resumed where it was begun."""
+    """Run the stage that trains the student's mixers; a finished stage is loaded, an unfinished one resumed."""
     recipe, rows, folder = run.recipe, (dataset.train, dataset.validation), run.folder / "transfer"
     assert recipe.transfer is not None
     if recipe.transfer.layers_per_block is None:
@@ -237,14 +233,14 @@ def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
 
 
 def final_layers(run: Run, shape: TeacherShape) -> LayerPlan:
-    """Return the layer plan with the layers' transfer errors, which the run has measured."""
+    """Return the layer plan that follows from the recipe and the layers' measured transfer errors."""
     if run.recipe.transfer is None:
         return resolve(run.recipe, shape, dtype=run.dtype)
     return resolve(run.recipe, shape, transfer_errors(run.folder / "transfer", shape.num_layers))
 
 
 def train_outputs(run: Run, name: str, student: PreTrainedModel, teacher: PreTrainedModel, dataset: Dataset) -> None:
-    """A stage that trains on the model's outputs: `adapt` or `finetune`; nothing where the recipe has none."""
+    """Run the stage `adapt` or `finetune`, which trains on the model's outputs, if the recipe has it."""
     config: FinetuneConfig | None = getattr(run.recipe, name)
     if config is None:
         return
@@ -255,14 +251,11 @@ def train_outputs(run: Run, name: str, student: PreTrainedModel, teacher: PreTra
 def train_controls(
     run: Run, teacher: PreTrainedModel, student: PreTrainedModel, layers: LayerPlan, dataset: Dataset
 ) -> None:
-    """Train what the student must be compared with: finetuning alike of the teacher, and of its window alone.
-
-    On as many tokens as all stages of the student together, so that more training is not what sets them apart.
-    """
+    """Fine-tune the run's controls on as many tokens as all stages of the student together."""
     total = run.training_tokens("transfer", "adapt", "finetune")
     for name, folder in run.controls.items():
         assert run.recipe.finetune is not None and total is not None  # fine-tuning at least is finished
-        # An epoch drops rows that fill no step, but never as many as half of them.
+        # An epoch drops rows that fill no step, but always less than half of all rows.
         budget = {"max_tokens": total, "epochs": 1 + 2 * total // dataset.train.num_tokens}
         config = run.recipe.finetune.model_copy(update=budget)
         options = {"output_dir": folder, "seed": run.recipe.seed, "title": f"control: {name.replace('_finetuned', '')}"}

@@ -1,4 +1,4 @@
-"""The rows of a run: made when it begins, and kept in its folder for every other start."""
+"""The rows of a run: made when it begins, and kept in its folder for every resumption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = ("dataset", "validation_dataset")  # the fields of a recipe that name 
 
 
 def rows_of(run: Run, processor: Any, config: dict[str, Any]) -> Dataset:
-    """Return the rows of a run: from its folder where they are there, else from the sources.
+    """Return the rows of a run, from its folder if it has them, else from the sources.
 
     Raises:
         UserError: data that cannot be used, or a damaged file of rows.
@@ -34,10 +34,10 @@ def rows_of(run: Run, processor: Any, config: dict[str, Any]) -> Dataset:
 
 
 def stored_rows(run: Run, teacher: TeacherShape) -> Dataset | None:
-    """Return the rows in a run's folder, whatever has become of what they were made from; None if there are none.
+    """Return the rows in a run's folder, even if their sources have changed; None: there are none.
 
     Raises:
-        UserError: they are damaged, or hold tokens or positions that the model does not have.
+        UserError: they are damaged, or have tokens or positions that the model does not have.
     """
     path = run.folder / ROWS
     found = read_dataset(path, None)
@@ -56,17 +56,17 @@ def stored_rows(run: Run, teacher: TeacherShape) -> Dataset | None:
 
 
 def refuse_local_sources(run: Run | None, data: DataConfig, named: Collection[str]) -> None:
-    """Check that the recipe of a folder does not choose which files of its reader are read.
+    """Check that a folder's recipe, which may be a stranger's, does not name local files of the user.
 
-    A recipe can be a stranger's, and an evaluation quotes its text and is made to be shared.
+    An evaluation quotes its text, and is made to be shared.
 
     Args:
-        run: whose folder the recipe came with; None: the user wrote all of it.
-        data: that of the recipe.
+        run: the run of the folder; None: the user wrote the whole recipe.
+        data: of the recipe.
         named: the fields of `data` that the user named.
 
     Raises:
-        UserError: a field that the user did not name is something on this machine.
+        UserError: a field that the user did not name is a local file or folder.
     """
     for field in SOURCES:
         name = getattr(data, field)
@@ -78,10 +78,10 @@ def refuse_local_sources(run: Run | None, data: DataConfig, named: Collection[st
 
 
 def kept(run: Run, processor: Any, dataset: Dataset) -> Dataset:
-    """Return the rows, and keep packed ones in the run's folder.
+    """Write packed rows to the run's folder, unless it has them, and return the rows.
 
     Args:
-        processor: the tokenizer that made them; None: they were not made by this run, and are not kept.
+        processor: the tokenizer that made them; None: this run did not make them, and they are not written.
 
     Raises:
         UserError: the disk is full, or a damaged file of rows.

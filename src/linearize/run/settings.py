@@ -1,4 +1,4 @@
-"""Choose settings so that a run fits its GPU, when it begins; its recipe.yaml keeps them."""
+"""Choose settings with which a new run fits its GPU; its recipe.yaml keeps them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from linearize.run.folder import Run
 
 
 def settled(run: Run, gpu_memory: str | None, note: Callable[[str], None]) -> Run:
-    """The run with settings that fit `gpu_memory`, or the memory of its own GPU; as it is where it has neither.
+    """Return the run with settings that fit `gpu_memory`, or the memory of its own GPU; unchanged without both.
 
-    A run that was begun goes on with what it has, on whatever GPU. What was set is said by `note`.
+    A run that was begun keeps its settings on every GPU. `note` is called with each chosen setting.
 
     Raises:
         UserError: a size that cannot be read, or a recipe that cannot be run.
@@ -46,7 +46,7 @@ def settled(run: Run, gpu_memory: str | None, note: Callable[[str], None]) -> Ru
 
 
 def _as_before(recipe: Recipe, begun: Recipe) -> Recipe:
-    """A recipe with what another has of the settings that it does not set itself."""
+    """Return `recipe` with the settings of `begun` that it does not set itself."""
     changed = {}
     for name in TRAINING_STAGES:
         config, before = getattr(recipe, name), getattr(begun, name)

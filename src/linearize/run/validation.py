@@ -16,7 +16,7 @@ GENERATES = "only language models generate"
 
 
 def compile_if_possible(*models: PreTrainedModel, note: Callable[[str], None]) -> None:
-    """Compile the models' steps of generation; where that cannot be, say so and leave them as they are."""
+    """Compile the models' steps of generation; if that is impossible, call `note` with the reason."""
     try:
         compile_steps(*models)
     except UserError as error:
@@ -24,11 +24,7 @@ def compile_if_possible(*models: PreTrainedModel, note: Callable[[str], None]) -
 
 
 def check_teacher(model: str, student: TeacherShape) -> None:
-    """See that a softmax model has the sizes of a student.
-
-    Raises:
-        UserError: it has others, or is not there.
-    """
+    """Raise UserError if a softmax model does not exist or has other sizes than a student."""
     teacher = TeacherShape.from_config(read_config(model))
     fields = ("model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size")
     for name in fields:
@@ -38,11 +34,7 @@ def check_teacher(model: str, student: TeacherShape) -> None:
 
 
 def require_linearized(model: str) -> dict[str, Any]:
-    """The config of a linearized model's folder.
-
-    Raises:
-        UserError: it is not one.
-    """
+    """Return the config of a linearized model's folder; raise UserError if it is no linearized model."""
     config = read_config(model)
     if not config.get("linearize"):
         raise UserError(f"model {model}: expected a linearized model, found model_type {config.get('model_type')!r}")
@@ -50,11 +42,7 @@ def require_linearized(model: str) -> dict[str, Any]:
 
 
 def require_head(model: str, config: dict[str, Any], auto_class: str, advice: str) -> None:
-    """See that a linearized model has the head that an Auto class stands for; what others have is not written down.
-
-    Raises:
-        UserError: it has another one.
-    """
+    """Raise UserError if a linearized model has another head than the Auto class loads; other models pass."""
     found = [name for name in config.get("auto_map") or {} if name != "AutoConfig"]
     if config.get("linearize") and found and auto_class not in found:
         raise UserError(f"model {model}: expected one for {auto_class}, found one for {found[0]}; {advice}")
