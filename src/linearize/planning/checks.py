@@ -16,14 +16,14 @@ from linearize.training.finetune import check_trains
 
 
 def check_run(recipe: Recipe, teacher: TeacherShape, layers: LayerPlan) -> None:
-    """Check that a teacher can be converted and trained as a recipe says, as far as that is known without weights.
+    """Check, without weights, that a teacher can be converted and trained as a recipe says.
 
     Args:
-        layers: the recipe, resolved for the teacher.
+        layers: the recipe's plan, resolved for the teacher.
 
     Raises:
-        UserError: the teacher is of another kind than the task's, or has too few positions; a stage has nothing to
-            train, or a loss without meaning for these mixers; or the weights cannot be read block by block.
+        UserError: the teacher does not fit the task, or has too few positions; a stage has no weights to train, or a
+            loss that is not defined for these mixers; or the weights cannot be read block by block.
     """
     check_data(recipe.data, teacher)
     with torch.device("meta"):
@@ -39,11 +39,7 @@ def check_run(recipe: Recipe, teacher: TeacherShape, layers: LayerPlan) -> None:
 
 
 def _check_blocks(recipe: Recipe, teacher: TeacherShape) -> None:
-    """Check that attention transfer can go block by block.
-
-    Raises:
-        UserError: the task is none of a language model, or the files do not hold the weights as the model does.
-    """
+    """Raise UserError if block-wise transfer is impossible: no language model, or experts stored one by one."""
     task, advice = recipe.data.task, "set transfer.layers_per_block=null"
     if not task.language:
         raise UserError(f"transfer.layers_per_block: expected a language model, found the task {task.type}; {advice}")

@@ -1,7 +1,7 @@
-"""Find layouts in which a run fits the GPUs of a cluster: the plan's forecast for one GPU, divided.
+"""Find layouts in which a run fits the GPUs of a cluster, from the plan's forecast for one GPU.
 
-Bytes of one GPU, with N of them: a model in one piece on each; its weights divided (`distributed.shard=full`); or block
-by block, one layer of the transfer at a time (`transfer.layers_per_block=1`).
+Bytes are those of one of N GPUs. Layouts are: the whole model on each; divided weights (`distributed.shard=full`); and
+block-wise transfer of one layer at a time (`transfer.layers_per_block=1`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ from linearize.training.optimizers import MOMENT_BYTES
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many GPUs, with so many bytes of memory each."""
+    """A number of GPUs, and the bytes of memory of each."""
 
     gpus: int
     memory: int
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """As in 8x80GiB.
-
-        Raises:
-            UserError: it says something else.
-        """
+        """Parse a text such as 8x80GiB; raise UserError if it has another form."""
         found = re.fullmatch(r"(\d+)x(.+)", text)
         if not found or not int(found[1]):
             raise UserError(f"--cluster: expected GPUs and the memory of each, as in 8x80GiB, found {text!r}")
@@ -73,11 +69,11 @@ class Share:
 def shares(
     recipe: Recipe, teacher: TeacherShape, layers: LayerPlan, cluster: Cluster, *, dtype: torch.dtype = torch.bfloat16
 ) -> list[Share]:
-    """Every stage in every layout that there is for it.
+    """Return the share of one GPU for every stage in each of its layouts.
 
-    Where a stage trains all weights, divided ones are held in fp32, the teacher's beside those that train, and their
-    gradients are divided too; activations are then those of a step that trains adapters. Of what is gathered, two of
-    the largest layer are there at a time, or all that is outside of the layers where that is more.
+    If a stage trains all weights, divided weights are fp32, the teacher's as well as trained ones, and their gradients
+    are divided too; activations are then those of a step that trains adapters. Gathered weights are two of the largest
+    layer, or all weights outside layers if these are more.
 
     Raises:
         UserError: the contents of the teacher's config.json make no model.
@@ -120,18 +116,18 @@ def shares(
 
 
 def _trained(parameters: int, beside: float) -> int:
-    """Bytes of what trains, in fp32, and of so many for each beside it."""
+    """Return the bytes of trained parameters in fp32, plus `beside` further bytes per parameter."""
     return parameters * FP32 + int(parameters * beside)
 
 
 def _step(cost: StageCost, held: int) -> int:
-    """Return the bytes of a step beside the weights and states."""
+    """Return the bytes of a step without the `held` bytes of weights and states."""
     assert cost.memory_bytes is not None
     return cost.memory_bytes - held
 
 
 def render(found: list[Share], cluster: Cluster) -> Table:
-    """The shares as a table for the terminal."""
+    """Return the shares as a table for the terminal."""
     table = Table(title=f"on each of {cluster.gpus} GPUs of {size(cluster.memory)}, estimated", show_header=False)
     for share in found:
         parts = {"weights": share.weights, "trained": share.trained, "gathered": share.gathered}

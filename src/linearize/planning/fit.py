@@ -1,6 +1,6 @@
-"""Find settings that make a run fit a GPU: those that cost least time first. None changes the result.
+"""Find settings with which a run fits a GPU, those that cost the least time first. No setting changes the result.
 
-What would change it, moments in 8 bits, is named where nothing else fits, and never chosen.
+Moments in 8 bits would change it. They are suggested if nothing else fits, and never chosen.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from linearize.planning.plan import AnyStage, stage_memory
 from linearize.planning.results import TRAINING_STAGES, size
 from linearize.recipe import Recipe
 
-SHARE = 0.9  # of a GPU's memory; the rest is CUDA's own, and gaps between tensors
+SHARE = 0.9  # share of a GPU's memory for the run; the rest is for CUDA and gaps between tensors
 SETTINGS = ("micro_batch_size", "activation_checkpointing", "layers_per_block")
 _UNITS = {"GIB": 2**30, "GB": 10**9, "MIB": 2**20, "MB": 10**6}
 
 
 @dataclass(frozen=True)
 class StageFit:
-    """One stage.
+    """The settings of one stage.
 
     Attributes:
-        settings: fields of the stage that differ from the recipe's; where nothing fits, those that take least.
-        memory_bytes: with them, by forecast.
-        eight_bits: with moments in 8 bits as well, where it does not fit without.
+        settings: fields of the stage that differ from the recipe's; if nothing fits, those that take the least memory.
+        memory_bytes: the forecast with these settings.
+        eight_bits: the forecast also with moments in 8 bits; None: it fits without, or that saves nothing.
     """
 
     stage: str
@@ -46,7 +46,7 @@ class StageFit:
     eight_bits: int | None = None
 
     def describe(self, memory: int) -> str:
-        """In one line."""
+        """Return one line about the stage."""
         chosen = " ".join(f"--set {self.stage}.{name}={str(value).lower()}" for name, value in self.settings.items())
         takes = f"about {size(self.memory_bytes)} of {size(memory)}"
         if self.fits:
@@ -61,7 +61,7 @@ class StageFit:
 
 @dataclass(frozen=True)
 class Fit:
-    """A recipe that fits, as far as there is one, and how each of its stages does."""
+    """A recipe that fits, if there is one, and the settings of each stage."""
 
     recipe: Recipe
     memory: int
@@ -75,11 +75,7 @@ class Fit:
 
 
 def parse_memory(text: str, option: str = "--gpu-memory") -> int:
-    """Bytes, of "24GiB", "80GB" and the like.
-
-    Raises:
-        UserError: it is not of this kind.
-    """
+    """Return the bytes of a text such as "24GiB" or "80GB"; raise UserError if it has another form."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if found is None or found[2].upper() not in _UNITS or not float(found[1]):
         raise UserError(f"{option}: expected a size such as 24GiB or 80GB, found {text!r}")
@@ -89,16 +85,18 @@ def parse_memory(text: str, option: str = "--gpu-memory") -> int:
 def fit(
     recipe: Recipe, teacher: TeacherShape, layers: LayerPlan, *, dtype: torch.dtype, memory: int, processes: int = 1
 ) -> Fit:
-    """Choose settings for every stage of a recipe; fields that it sets itself stay as they are.
+    """Choose settings for every stage of a recipe; fields that it sets itself are unchanged.
 
     Args:
-        dtype: the model's. memory: bytes of the GPU. processes: of several, none transfers block by block.
+        dtype: of the model.
+        memory: bytes of the GPU.
+        processes: their number; block-wise transfer is possible with one only.
     """
     model = MetaModel.of(teacher)
     mixers = mixer_costs(layers, teacher, dtype, model.rotary_dims)
     length, _ = row_length(recipe.data, teacher)
     options: dict[str, Any] = {"dtype": dtype, "length": length, "device": torch.device("cuda")}
-    # What heads need, and scores that are fitted, are measured on the whole model.
+    # Allocations and eviction scores are measured on the whole model.
     whole = recipe.memory is not None or is_spread(layers)
     blocks = not whole and processes == 1 and stored_by_layer(teacher.model_type)
     stages, changed = [], {}
@@ -118,7 +116,7 @@ def fit(
         if not least.fits and config.optimizer == "adamw":
             smaller = config.model_copy(update=least.settings | {"optimizer": "adamw_8bit"})
             eight = stage_memory(smaller, model, layers, mixers, **options)
-            if eight < 0.99 * least.memory_bytes:  # or what trains is too little to matter
+            if eight < 0.99 * least.memory_bytes:  # else too few parameters train to save memory
                 least = StageFit(name, least.settings, least.memory_bytes, False, eight)
         stages.append(least)
         changed[name] = config.model_copy(update=least.settings)
@@ -126,7 +124,7 @@ def fit(
 
 
 def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, int | bool]]:
-    """Return changes of a stage by the time that they cost: none; smaller micro batches; what else helps."""
+    """Yield changes of a stage by the time that they cost: none, smaller micro batches, further settings."""
     free = {name for name in SETTINGS if name not in config.model_fields_set}
     sizes = [None] if "micro_batch_size" not in free else [None, *_divisors(config.batch_size)]
     smaller: list[dict[str, int | bool]] = [{} if size is None else {"micro_batch_size": size} for size in sizes]
@@ -140,5 +138,5 @@ def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, int | bool]
 
 
 def _divisors(batch_size: int) -> list[int]:
-    """Smaller sizes that it can be divided into, the largest first."""
+    """Return the proper divisors of a batch size, no more than half of it, the largest first."""
     return [size for size in range(batch_size // 2, 0, -1) if batch_size % size == 0]

@@ -1,8 +1,8 @@
-"""The most memory that a computation holds at once, found without memory: every tensor of floats is pretended.
+"""Count the peak memory of a computation without using it: every tensor of floats is fake.
 
-A pretended tensor (torch's FakeTensor) has a shape, a dtype, a device and a storage with a number of bytes, but no
-data. What runs on it is the program itself, autograd included, so what is counted is what the program would hold. Whole
-numbers and masks made of them (positions, documents, labels) are real, and so is every decision that rests on them.
+A fake tensor (torch's FakeTensor) has a shape, a dtype, a device and a storage with a number of bytes, but no data. The
+program itself runs on fake tensors, autograd included, so the count is what the program would use. Integers and masks
+made from them (positions, documents, labels) are real, and so are decisions that depend on them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _CPU = torch.device("cpu")
 
 
 class Footprint(TorchDispatchMode):
-    """Within, tensors of floats are pretended, on a CPU, and bytes are counted.
+    """Make tensors of floats fake, on a CPU, and count bytes in the `with` block.
 
-    Where the program asks for a number that has no data, it gets 0 or False; where it asks which elements of such a
-    tensor are not 0, all rows of a vector, and of a matrix a share of 1 / `experts`: tokens are spread evenly over
-    experts.
+    Numbers read from a fake tensor are 0 or False. Its nonzero elements are all elements of a vector, and a share of
+    1 / `experts` of a matrix, as if tokens were spread evenly over experts.
 
     Attributes:
-        held: bytes of the tensors that have come to be within and are still there. peak: the most so far.
+        held: bytes of live tensors that were made in the block.
+        peak: the most bytes held so far.
     """
 
     def __init__(self, experts: int = 1) -> None:
@@ -40,9 +40,9 @@ class Footprint(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def pretend(self, model: nn.Module, known: dict[int, Tensor]) -> None:
-        """Put pretended tensors in the place of all parameters and buffers; these do not count.
+        """Replace all parameters and buffers by fake tensors, which do not count.
 
-        `known`: what has been replaced by what, by id, for models that share some.
+        `known`: replacements by the id of the original, for models that share tensors.
         """
 
         def pretended(tensor: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Footprint(TorchDispatchMode):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def _spread(self, tensor: Tensor) -> Tensor:
-        """Real indices, [n, ndim], of the elements that are taken for not 0."""
+        """Return real indices, [n, ndim], of the elements that count as nonzero."""
         count = tensor.numel() // (self._experts if tensor.ndim > 1 else 1)
         return torch.stack(torch.unravel_index(torch.arange(count), tensor.shape), 1)
 
@@ -108,7 +108,7 @@ class Footprint(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among arguments or results of an operation, which hold lists of them at most."""
+    """Yield the tensors among arguments or results of an operation, also those in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -117,7 +117,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _gives_floats(func: Any, tensors: list[Tensor], args: Any, dtype: torch.dtype | None) -> bool:
-    """Return whether an operation on real tensors gives floats, as far as that is known before."""
+    """Return whether an operation on real tensors returns floats, as far as its arguments tell."""
     if dtype is not None:
         return dtype.is_floating_point
     if tensors:

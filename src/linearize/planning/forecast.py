@@ -1,7 +1,8 @@
-"""The most memory that a step or an evaluation of a training stage takes, beside what is there before it.
+"""Forecast the peak memory of a step or an evaluation of a training stage, beyond the memory before it.
 
-The stage's own code runs on pretended tensors (`footprint`), so that no formula has to follow it. Layers that are alike
-take alike: two of each kind are run, and the difference to one is what every further one adds. So it is with rows.
+The stage's own code runs on fake tensors (`footprint`), so no formula has to be maintained. Equal layers take equal
+memory: two of each kind are run, and the difference to one is the memory of every further layer. The same holds for
+rows.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class StepBytes:
     """Memory of one optimizer step, gradients included, and of an evaluation, in bytes.
 
     Attributes:
-        forward: the most until the gradients of the first layer are computed, 0 where no stage of it can be told apart.
-        backward: the most from then on.
-        left: what the gradients take at the end.
-        evaluation: the most of a held-out loss, which has no gradients: one layer after the other.
+        forward: peak until the gradients of the first layer are computed; 0 if this moment is not observed.
+        backward: peak after that.
+        left: bytes of the gradients at the end.
+        evaluation: peak of a held-out loss, without gradients.
     """
 
     forward: int
@@ -65,15 +66,15 @@ def step_bytes(
     length: int,
     device: torch.device,
 ) -> int:
-    """The most bytes that attention transfer or a stage on outputs takes in a step, gradients included.
+    """Return the peak bytes of a stage in a step, gradients included, or in an evaluation if that takes more.
 
-    Or in an evaluation, where that takes more: its outputs are fp32, and so are weights of one layer at a time.
+    Evaluations have outputs, and weights of one layer at a time, in fp32.
 
     Args:
-        layers: what each of the teacher's layers becomes; block by block, the first block's are run.
-        dtype: the model's.
-        length: tokens of a row; those of a language model hold two documents each.
-        device: where; blocks of scores are larger on a GPU.
+        layers: the plan; with block-wise transfer, layers of the first block are run.
+        dtype: of the model.
+        length: tokens of a row; rows of a language model have two documents each.
+        device: of the run; blocks of scores are larger on a GPU.
     """
     rows = config.micro_batch_size or config.batch_size
 
@@ -81,7 +82,7 @@ def step_bytes(
         key: Any = _what_counts(config, rows)
         return _step_bytes(_Teacher(model.contents, model), layers, key, dtype, length, device)
 
-    if rows <= 2 or length <= MOST_KEYS:  # how short rows are computed depends on their number
+    if rows <= 2 or length <= MOST_KEYS:  # the form of short rows depends on their number
         return found(rows)
     return found(2) + (rows - 2) * (found(2) - found(1))
 
@@ -110,7 +111,7 @@ def _step_bytes(
     counts = Counter(alike)
 
     def run(most: Mapping[Any, int]) -> StepBytes:
-        """With so many layers of each kind."""
+        """Return the bytes with at most this number of layers of each kind."""
         seen, kept = Counter[Any](), list[int]()
         for index, kind in enumerate(alike):
             seen[kind] += 1
@@ -118,7 +119,7 @@ def _step_bytes(
                 kept.append(index)
         return _run(model, layers, kept, config, dtype, length, device)
 
-    if bidirectional:  # layers may share weights, and are few
+    if bidirectional:  # layers are few and may share weights
         return run(counts).peak
     two = {kind: min(2, count) for kind, count in counts.items()}
     more = [kind for kind, count in counts.items() if count > 2]
@@ -132,12 +133,12 @@ def _step_bytes(
 
 
 def _what_counts(config: TransferConfig | FinetuneConfig, rows: int) -> TransferConfig | FinetuneConfig:
-    """Return the stage with micro batches of so many rows, without what makes no difference to memory."""
+    """Return the stage with micro batches of `rows` rows, and defaults for fields that do not affect memory."""
     several = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
     nothing: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "epochs": 1, "max_tokens": None, "clip_norm": None}
     nothing |= {"schedule": Constant(), "eval_every": 1, "early_stopping": None, "window_dropout": None}
     nothing |= {"optimizer": "adamw"}
-    # Of several micro batches, all but the first find gradients that are there already.
+    # From the second micro batch on, gradients exist already.
     return config.model_copy(update=nothing | {"batch_size": rows * (1 + several), "micro_batch_size": rows})
 
 
@@ -154,7 +155,7 @@ def _run(
     length: int,
     device: torch.device,
 ) -> StepBytes:
-    """One step of a model of these layers."""
+    """Return the bytes of one step of a model with these layers."""
     teacher = model.reduced(kept, dtype)
     footprint, known = Footprint(getattr(teacher.config, "num_local_experts", 1)), dict[int, Tensor]()
     rows = _rows(teacher, config.micro_batch_size or config.batch_size, length)
@@ -185,7 +186,7 @@ def _counted(
     parameters = [p for unit in objective.units for p in unit.parameters.values()]
     forward = 0
 
-    def back(_: Tensor) -> None:  # the first layer's gradients are what is still to be computed
+    def back(_: Tensor) -> None:  # only the first layer's gradients are not computed yet
         nonlocal forward
         forward, footprint.peak = footprint.peak, footprint.held
 
@@ -194,7 +195,7 @@ def _counted(
         if stream.requires_grad and stream.grad_fn is not None:
             stream.register_hook(back)
 
-    forget_layouts()  # which keep what is worked out of them
+    forget_layouts()  # layouts cache tensors
     first = next(iter(linearized_layers(student).values()))
     hook = first.register_forward_hook(watch)
     try:
@@ -215,7 +216,7 @@ def _counted(
 
 
 def _rows(model: PreTrainedModel, count: int, length: int) -> Rows:
-    """Rows of any contents, two documents in each."""
+    """Return rows of arbitrary contents, with two documents in each row of a decoder."""
     config: Any = model.config
     if not ARCHITECTURES[config.model_type].bidirectional:
         position = torch.arange(length) - torch.where(torch.arange(length) < length // 2, 0, length // 2)
@@ -230,7 +231,7 @@ def _rows(model: PreTrainedModel, count: int, length: int) -> Rows:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Rows of an encoder without a head, whose first hidden state is taken for the logits of a class each."""
+    """Rows of an encoder without a head; the first hidden state of a row is used as its logits."""
 
     arguments: dict[str, Tensor]
 

@@ -1,11 +1,9 @@
 """Compute the cost of a run from the recipe and the teacher's config.json, on models without weights.
 
-An encoder has neither cache nor state: what conversion saves there is that its attention takes time and memory in
-proportion to length. Of its parameters the base model's are counted, without the head of a task.
-
-Parameters, bytes of state and bytes per token are exact;
-FLOPs and disk are estimates, and the docstrings say how. What one mixer costs stands in `costs`, the memory of a step
-in `forecast`.
+Encoders have neither cache nor state: conversion makes time and memory of their attention linear in length. Their
+parameters are the base model's, without the head of a task. Parameters, bytes of state and bytes per token are exact.
+FLOPs and disk are estimates, which docstrings define. `costs` has the costs of one mixer, `forecast` the memory of a
+step.
 """
 
 from __future__ import annotations
@@ -43,12 +41,12 @@ def make_plan(
     device: torch.device | None = None,
     training_tokens: int | None,
 ) -> Plan:
-    """The plan for a recipe that was resolved to `layers`.
+    """Return the plan for a recipe that was resolved to `layers`.
 
     Args:
-        dtype: the model's, which weights and K/V cache share.
-        device: whose memory to forecast, which takes seconds; None: it is left out.
-        training_tokens: tokens of the packed training rows, once through; None where the data are not known.
+        dtype: of the model: weights and KV cache.
+        device: the device whose memory to forecast, which takes seconds; None: no forecast.
+        training_tokens: tokens of the packed training rows, counted once; None: the data are not known.
 
     Raises:
         UserError: the contents of the teacher's config.json make no model.
@@ -115,7 +113,7 @@ def make_plan(
 
 
 def finetuned_parameters(config: FinetuneConfig, teacher: MetaModel, mixers: int) -> int:
-    """Count what trains in the fine-tuning of a student whose mixers have that many parameters."""
+    """Return the number of trained parameters when a student with `mixers` parameters in mixers is fine-tuned."""
     if config.all_weights:
         return teacher.total + mixers
     adapters = 0 if config.lora is None else lora_parameters(config.lora, teacher)
@@ -123,7 +121,7 @@ def finetuned_parameters(config: FinetuneConfig, teacher: MetaModel, mixers: int
 
 
 def lora_parameters(lora: LoRAConfig, teacher: MetaModel) -> int:
-    """rank x (inputs + outputs) per adapted projection, in every layer; a fused projection is adapted as a whole."""
+    """Return the number of LoRA parameters: rank x (inputs + outputs) per projection; fused ones count as one."""
     adapted: dict[str, Any] = projections(teacher.model, lora.targets)
     return lora.rank * sum(sum(module.weight.shape) for module in adapted.values())
 
@@ -141,7 +139,7 @@ def stage_memory(
     length: int,
     device: torch.device,
 ) -> int:
-    """The most bytes that a stage takes: weights, fp32 copies and moments of what trains, and a step (`forecast`)."""
+    """Return the peak bytes of a stage: weights, fp32 copies and moments of trained ones, and a step (`forecast`)."""
     new = sum(mixer.parameters for mixer in mixers if mixer is not None)
     if isinstance(config, TransferConfig):
         weights, trained = _transferred_at_once(config, model, mixers)
@@ -155,7 +153,7 @@ def stage_memory(
 
 
 def _transferred_at_once(config: TransferConfig, model: MetaModel, mixers: Mixers) -> tuple[int, int]:
-    """Weights, and parameters that train, which are in memory together: the whole model, or its largest block."""
+    """Return the numbers of weights and of trained parameters in memory: of the whole model, or the largest block."""
     new = [0 if mixer is None else mixer.parameters for mixer in mixers]
     size = config.layers_per_block
     if size is None:
@@ -169,7 +167,10 @@ def _transferred_at_once(config: TransferConfig, model: MetaModel, mixers: Mixer
 
 
 def _between_blocks(config: TransferConfig, teacher: TeacherShape, training_tokens: int | None) -> int | None:
-    """Numbers of the residual stream that lie on disk: each training token between any two blocks (LoLCATs 3.3.2)."""
+    """Return how many numbers of the residual stream are on disk: of all training tokens at each block boundary.
+
+    See LoLCATs 3.3.2. None: the number of tokens is not known.
+    """
     if config.layers_per_block is None:
         return 0
     tokens = config.max_tokens if training_tokens is None else training_tokens
@@ -181,7 +182,7 @@ def _between_blocks(config: TransferConfig, teacher: TeacherShape, training_toke
 
 
 def _tokens(stage: TrainConfig, training_tokens: int | None) -> int | None:
-    """epochs x the data, `max_tokens` at most."""
+    """Return epochs x the data, but at most `max_tokens`; None: neither is known."""
     if training_tokens is None:
         return stage.max_tokens
     tokens = stage.epochs * training_tokens
@@ -189,20 +190,20 @@ def _tokens(stage: TrainConfig, training_tokens: int | None) -> int | None:
 
 
 def _model_flops(teacher: TeacherShape, model: MetaModel) -> int:
-    """One token through the weights, forward: 2 FLOPs per parameter; looking up embeddings costs none.
+    """Return the forward FLOPs of one token's weights: 2 per parameter, none for looked-up embeddings.
 
-    Weights that an encoder shares between layers count once per layer, those of experts only where a token is sent.
+    Weights that an encoder's layers share count once per pass, and experts only if the token is sent to them.
     """
     return 2 * (model.outside + sum(map(operator.mul, teacher.passes, model.used)))
 
 
 def _softmax_flops(teacher: TeacherShape, sequence_length: int) -> int:
-    """One token in one layer: causal softmax sees half a row on average, an encoder's all of it."""
+    """Return the FLOPs of one token in one layer: causal softmax sees half a row on average, an encoder's all of it."""
     return softmax_flops(teacher, sequence_length if teacher.bidirectional else sequence_length // 2)
 
 
 def _transfer_flops(teacher: TeacherShape, model: MetaModel, mixers: Mixers, sequence_length: int) -> int:
-    """Per token: the teacher forward, mixers forward and backward (3x)."""
+    """Return the FLOPs per token: the teacher forward, mixers forward and backward (3x)."""
     softmax = sum(teacher.passes) * _softmax_flops(teacher, sequence_length)
     through = sum(times * mixer.flops for mixer, times in zip(mixers, teacher.passes, strict=True) if mixer is not None)
     return _model_flops(teacher, model) + softmax + 3 * through
@@ -211,9 +212,11 @@ def _transfer_flops(teacher: TeacherShape, model: MetaModel, mixers: Mixers, seq
 def _finetune_flops(
     config: FinetuneConfig, teacher: TeacherShape, model: MetaModel, mixers: Mixers, sequence_length: int
 ) -> int:
-    """Per token: 4 per weight (forward, and back to its input), 6 where it trains, each layer's attention 3x, its
-    mixer's own weights among it; and the teacher forward, where its outputs are learned. With activation checkpointing
-    each layer forward once more.
+    """Return the FLOPs per token.
+
+    These are 4 per weight (forward, and the gradient of its input), 6 per trained weight, 3x each layer's attention
+    with its mixer's own weights, and the teacher forward if the loss needs it. Activation checkpointing adds another
+    forward of each layer.
     """
     softmax, forward = _softmax_flops(teacher, sequence_length), _model_flops(teacher, model)
     attention = sum(
@@ -226,7 +229,7 @@ def _finetune_flops(
 
 
 def render(plan: Plan) -> Table:
-    """The plan as a two-column table for the terminal."""
+    """Return the plan as a two-column table for the terminal."""
     table = Table(title=f"{plan.recipe} on {plan.model_type}", show_header=False)
     for row in plan.rows().items():
         table.add_row(*row)

@@ -6,17 +6,19 @@ from dataclasses import dataclass
 
 from linearize.base import Record
 
-TRAINING_STAGES = ("transfer", "adapt", "finetune")  # in their order
-LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown
+TRAINING_STAGES = ("transfer", "adapt", "finetune")  # in order
+LENGTHS = (8192, 32768, 131072)  # lengths in tokens for which bytes are shown
 
 
 @dataclass(frozen=True)
 class StageCost:
     """One training stage.
 
-    `tokens`: trained on, over all epochs; None where the size of the data is not known. `flops`: floating-point
-    operations for these tokens, evaluations apart. `memory_bytes`: weights in the model's dtype, fp32 copies and
-    AdamW's moments of what trains, and the most that one step takes besides; None where that is not asked for.
+    Attributes:
+        tokens: training tokens over all epochs; None: the size of the data is not known.
+        flops: floating-point operations for these tokens, without evaluations.
+        memory_bytes: weights in the model's dtype, fp32 copies and AdamW's moments of trained ones, and the peak of one
+            step beyond these; None: it was not requested.
     """
 
     trainable_parameters: int
@@ -35,15 +37,16 @@ class StageCost:
 class Plan(Record):
     """The plan of a conversion by a recipe; bytes of state and cache are per sequence.
 
-    `control_flops`: the evaluation's trained controls, each finetuned on as many tokens as all stages together have.
-    `state_bytes`: constant, over the converted layers. `student_cache_bytes_per_token`: what the student still grows
-    by, in its kept layers; 0 is constant memory. A layer whose teacher attention slides is bounded already and counts
-    as no growth, here and in `teacher_cache_bytes_per_token`. `break_even_tokens`: the length from which the state is
-    smaller than the teacher's cache of the same layers; None where that cache does not grow. `bidirectional`: an
-    encoder, for which all of these are 0 or None. `disk_bytes`: the model in
-    its dtype (new parameters fp32), and 16 bytes per trainable parameter in the stages' checkpoints.
-    `activation_bytes`: on disk besides, until a transfer block by block is finished; None where the amount of data is
-    not known.
+    Attributes:
+        bidirectional: an encoder, for which bytes of state and cache are 0 and `break_even_tokens` is None.
+        control_flops: of the trained controls, each fine-tuned on as many tokens as all stages together.
+        state_bytes: constant bytes of the converted layers.
+        student_cache_bytes_per_token: growth of the student's softmax layers; 0: constant memory. Layers whose own
+            attention has a sliding window count as no growth, here and for the teacher.
+        break_even_tokens: the length from which the student takes less memory than the teacher; None: never.
+        disk_bytes: the model in its dtype (new parameters fp32), and 16 bytes per trainable parameter in checkpoints.
+        activation_bytes: further bytes on disk until a block-wise transfer is finished; None: the amount of data is not
+            known.
     """
 
     recipe: str
@@ -65,7 +68,7 @@ class Plan(Record):
     activation_bytes: int | None
 
     def rows(self) -> dict[str, str]:
-        """Return what is shown of the plan, in the terminal and in the report: label and text."""
+        """Return the rows of the plan in the terminal and in the report: label and text."""
         converted, kept = len(self.converted_layers), len(self.kept_layers)
         rows = {"layers converted": f"{converted} of {converted + kept}"}
         if kept:
@@ -86,7 +89,7 @@ class Plan(Record):
         return rows
 
     def _memory_rows(self) -> dict[str, str]:
-        """Return the costs of generating with a decoder."""
+        """Return the rows about a decoder's memory in generation."""
         growth, start = self.student_cache_bytes_per_token, self.break_even_tokens
         grows = f", and {size(growth)} per token" if growth else " at any length"
         rows = {
@@ -108,12 +111,12 @@ def _count(number: int) -> str:
 
 
 def _digits(number: float) -> str:
-    """Three, or all of a number from 1,000 on, which is short of the next unit."""
+    """Return a number with three significant digits, or all digits before the point if it has more."""
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def size(number: int) -> str:
-    """Return bytes in a unit that makes the number short."""
+    """Return a number of bytes as text in a suitable unit."""
     for power, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if number >= 2**power:
             return f"{_digits(number / 2**power)} {suffix}"
