@@ -1,6 +1,6 @@
 """The bundled teacher's folder, and texts for it: the sources of the running Python's own standard library.
 
-Nothing is downloaded, and the teacher is at home in these texts: it was trained on the standard library of Python 3.11.
+Nothing is downloaded, and the teacher was trained on such text: the standard library of Python 3.11.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HELD_OUT_MODULES = frozenset(
 )
 """Modules of the standard library that the bundled teacher never saw; no Python version has all of them."""
 
-# Not library code: what was installed into it, its tests, and what was generated (build settings, manual pages).
+# Not library code: installed packages, tests, and generated files (build settings, manual pages).
 _SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idle_test", "lib-dynload", "pydoc_data", "site-packages", "test", "tests"}
 )
@@ -52,14 +52,14 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 
 
 def teacher_path() -> Path:
-    """The folder of the bundled teacher, for ``from_pretrained``: see the README.md in it."""
+    """Return the folder of the bundled teacher, for ``from_pretrained``: see the README.md in it."""
     return Path(str(importlib.resources.files("linearize.demo") / "teacher"))
 
 
 def standard_library_texts() -> tuple[list[str], list[str]]:
-    """The sources of the standard library, one text per file, by path: (to train on, held out).
+    """Return the sources of the standard library, one text per file, in order of paths: (training, held out).
 
-    Held out are those of `HELD_OUT_MODULES` that this Python has. No text is on both sides.
+    The modules of `HELD_OUT_MODULES` that this Python has are held out. No text is in both lists.
 
     Raises:
         UserError: this Python comes without sources, or without any of the held-out modules.
@@ -78,15 +78,16 @@ def standard_library_texts() -> tuple[list[str], list[str]]:
 
 
 def standard_library_folder() -> Path:
-    """Where the running Python keeps the modules of its standard library; the same in a virtual environment."""
+    """Return the folder of the running Python's standard library, also in a virtual environment."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def module_sources(folder: Path) -> Iterator[tuple[str, str]]:
-    """(dotted module name, source) of the .py files below `folder`, by path; a package is named without `.__init__`.
+    """Yield (dotted module name, source) of the .py files below `folder`, in order of paths.
 
-    Names start at the first folder that is not a package, so they are the same for ``site-packages`` and for a package
-    in it. Tests, generated and blank files are left out, and those that are not UTF-8.
+    Packages are named without `.__init__`. Names start at the first folder that is not a package, so they are equal for
+    ``site-packages`` and for a package in it. Tests, generated and blank files, and files that are not UTF-8 are left
+    out.
     """
     folder = folder.resolve()
     root = folder
@@ -104,7 +105,7 @@ def module_sources(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _python_files(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
-        # Pruned while walking: the installed packages can be a hundred times the library.
+        # Pruned while walking: installed packages can be a hundred times the size of the library.
         folders[:] = [name for name in folders if not _is_skipped(name)]
         for name in files:
             path = Path(parent, name)

@@ -19,8 +19,7 @@ from linearize.run.folder import Run
 from linearize.run.pipeline import run
 
 PROMPT = "def read_config(path):\n"
-# A ninth of the teacher's cache, constant. Small enough for two CPU cores and some minutes, the trained control
-# included, a window that sees as many tokens.
+# Small enough for two CPU cores and a few minutes, including the trained control, a window of as many tokens.
 BUDGET = {
     "data.validation_rows": 24,
     "evaluation.long": True,
@@ -30,7 +29,7 @@ BUDGET = {
 
 
 def run_demo(output_dir: Path, dtype: torch.dtype, device: torch.device) -> RenderableType:
-    """The table, and a sample of the student's."""
+    """Run the demo; return the table of results and a sample of the student."""
     torch.manual_seed(0)
     teacher = str(teacher_path())
     recipe = Recipe.load("recommended", BUDGET)

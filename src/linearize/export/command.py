@@ -1,4 +1,4 @@
-"""Export a converted model, and check what was written against it."""
+"""Export a converted model, and compare the written model with it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Exported:
         path: the folder or file.
         stock_class: model type of the stock class.
         layer_types, window: of its config.
-        tokens: of the text that both read.
+        tokens: of the text on which both are compared.
         difference: the largest difference of any logit between the two in float32, relative to the largest logit.
-        agreed: new tokens of NEW_TOKENS that are the same until the first that differs, as written (rounded to the
-            dtype of the file), greedy.
+        agreed: number of equal greedy tokens, of NEW_TOKENS, before the first that differs, with the written weights
+            (rounded to the dtype of the file).
     """
 
     path: str
@@ -57,7 +57,7 @@ class Exported:
     agreed: int
 
     def lines(self) -> list[str]:
-        """Return what is printed."""
+        """Return the lines to print."""
         full = [index for index, kind in enumerate(self.layer_types) if kind == "full_attention"]
         others = "gated DeltaNet" if self.stock_class == DELTA_NET else f"a window of {self.window} tokens"
         return [
@@ -87,11 +87,11 @@ def export(
         to: `hf`, a folder of a stock class of transformers, or `gguf`, a folder with one file for llama.cpp.
         stock_class: for `hf`, its model type; None: the first that fits.
         kind: dtype of the weights: bf16, f16 or f32, for `gguf` also q8_0; None: the model's own, or bf16.
-        note: is told what is being done.
+        note: called with each step.
 
     Raises:
-        UserError: a part of the model has no place in the format, `directory` is not empty, or what was made does not
-            compute what the model computes.
+        UserError: a part of the model has no place in the format, `directory` is not empty, or the stock model computes
+            other logits than the model.
     """
     if to not in FORMATS:
         raise UserError(f"--to: expected {' or '.join(FORMATS)}, found {to!r}")
@@ -153,7 +153,7 @@ def _require_delta_net(to: str, stock_class: str | None, kind: str | None) -> No
 
 
 def _text_ids(tokenizer: Tokenizer, window: int, positions: int) -> torch.Tensor:
-    """Return the ids of a text that is longer than two windows, as far as the model has positions: [1, T]."""
+    """Return the ids [1, T] of a text longer than two windows, if the model has as many positions."""
     ids: list[int] = tokenizer(TEXT).input_ids
     length = max(1, min(2 * window + len(ids), positions - NEW_TOKENS, LONGEST))
     return torch.tensor([(ids * (length // len(ids) + 1))[:length]])
@@ -176,7 +176,7 @@ def _compare(student: PreTrainedModel, stock: PreTrainedModel, ids: torch.Tensor
 
 
 def _agreed(student: PreTrainedModel, written: PreTrainedModel, ids: torch.Tensor) -> int:
-    """Return how many greedy tokens are the same before the first that differs."""
+    """Return how many greedy tokens are equal before the first that differs."""
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     models: list[Any] = [student, written]
     ours, theirs = (model.generate(input_ids=ids, **options)[0, ids.shape[1] :] for model in models)

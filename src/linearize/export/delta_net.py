@@ -1,4 +1,4 @@
-"""A converted model of full attention and gated DeltaNet layers as a model of the class `qwen3_5_text`, by its weights.
+"""Turn a converted model of full attention and gated DeltaNet layers into a model of the class `qwen3_5_text`.
 
 The class has parts that Llama and the recipe `gated-deltanet-native` do not have. These weights make them neutral:
 
@@ -9,9 +9,9 @@ The class has parts that Llama and the recipe `gated-deltanet-native` do not hav
 - A gate of full attention: its rows are 0, so that it is 1/2 everywhere, and the output projection has the factor 2.
 
 All norms of the class share one eps. That of the recipe's output norm has to be scaled with the values; the residual
-stream has a factor that makes it right for the other norms, too. All factors are powers of 2 if both eps are equal.
-The weights of norms before projections are multiplied into these: the class stores them less 1, which rounds small ones
-coarsely in bfloat16. The smallest numbers need the exponents of float32 or bfloat16; float16 has no room for them.
+stream has a factor that makes it right for the other norms too. All factors are powers of 2 if both eps are equal. The
+weights of norms before projections are multiplied into these: the class stores them less 1, which rounds small ones
+coarsely in bfloat16. The smallest numbers need the exponents of float32 or bfloat16; float16 cannot represent them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _require_place(student: PreTrainedModel) -> None:
     for layer in layers.values():
         found = layer.mixer.config
         if isinstance(found, MixerConfig) and isinstance(found.decay, ScalarDecay):
-            initial = {"bias_init": wanted.decay.bias_init}  # of no meaning after training
+            initial = {"bias_init": wanted.decay.bias_init}  # has no effect after training
             found = found.model_copy(update={"decay": found.decay.model_copy(update=initial)})
         if found != wanted:
             raise UserError(f"layer {layer.layer_idx}: expected full attention or the mixer of {RECIPE}, found another")
@@ -130,7 +130,7 @@ def _config(source: Any, linear: set[int], eps: float) -> Qwen3_5TextConfig:
 
 
 def _mlp(layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a layer's MLP and of its two norms, multiplied into the projections behind them."""
+    """Return the weights of a layer's MLP and of its two norms, which are multiplied into the next projections."""
     made = {f"{name}.weight": torch.zeros_like(layer[f"{name}.weight"]) for name in NORMS}
     for name in ("gate_proj", "up_proj"):
         made[f"mlp.{name}.weight"] = layer[f"mlp.{name}.weight"] * layer["post_attention_layernorm.weight"]
@@ -138,7 +138,7 @@ def _mlp(layer: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _projections(layer: dict[str, Tensor], *names: str) -> Iterator[Tensor]:
-    """Yield the weights of projections of attention, with that of the norm before them."""
+    """Yield the weights of attention projections, multiplied by that of the norm before them."""
     for name in names:
         yield layer[f"self_attn.{name}_proj.weight"] * layer["input_layernorm.weight"]
 
@@ -160,7 +160,7 @@ def _full(layer: dict[str, Tensor], source: Any, eps: float) -> dict[str, Tensor
 
 
 def _linear(layer: dict[str, Tensor], source: Any, mixer: Any) -> dict[str, Tensor]:
-    """Return the weights of a linear layer. The class has a state per query head: what KV heads share is copied."""
+    """Return the weights of a linear layer. The class has a state per query head, so shared KV heads are copied."""
     heads, groups = source.num_attention_heads, source.num_key_value_heads
 
     def per_query_head(x: Tensor) -> Tensor:

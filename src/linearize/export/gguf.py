@@ -1,6 +1,6 @@
-"""A stock model of the class `granite_swa` as a GGUF file, which llama.cpp and what is built on it run.
+"""Write a stock model of the class `granite_swa` as a GGUF file for llama.cpp and programs built on it.
 
-llama.cpp's architecture `granite_swa` has what the class has: a window per layer, sink logits, biases of attention.
+llama.cpp's architecture `granite_swa` has the parts of the class: a window per layer, sink logits, biases of attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
 
-ARCHITECTURE = CLASS = "granite_swa"  # llama.cpp and transformers call it the same
+ARCHITECTURE = CLASS = "granite_swa"  # llama.cpp and transformers use the same name
 TYPES = ("bf16", "f16", "f32", "q8_0")  # of matrices; vectors are float32
 CONVERTER = "use `--to hf` and llama.cpp's convert_hf_to_gguf.py"
 BLOCK = 32  # numbers that share one scale in q8_0
@@ -45,7 +45,7 @@ _WHOLE = {
     "lm_head.weight": "output.weight",
 }
 
-# Splits text into words before byte-pair encoding, as llama.cpp names it, by what tokenizer.json says of it.
+# llama.cpp's names of the rules that split text before byte-pair encoding, by their settings in tokenizer.json.
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -63,12 +63,12 @@ def write_gguf(model: PreTrainedModel, tokenizer: Tokenizer, path: Path, *, kind
     """Write a model of the class `granite_swa` and its tokenizer to a GGUF file.
 
     Args:
-        kind: of TYPES, in which matrices are stored.
+        kind: dtype of matrices, one of TYPES.
         name: of the model, as programs show it.
 
     Raises:
-        UserError: the package gguf is missing, another tokenizer than byte-pair encoding over bytes, or RoPE with
-            angles that depend on the length of the text.
+        UserError: the package gguf is missing, the tokenizer is no byte-pair encoding over bytes, or angles of RoPE
+            depend on the length of the text.
     """
     gguf = gguf_package()
     config = model.config
@@ -153,7 +153,7 @@ def _sizes(config: Any) -> dict[str, int | float]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors by llama.cpp's names, the two dimensions that RoPE rotates together side by side."""
+    """Yield the tensors by llama.cpp's names; dimensions that RoPE rotates together become adjacent."""
     config = model.config
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -165,7 +165,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rope_factors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield what each rotary frequency is divided by, where the teacher scales them.
+    """Yield the divisors of rotary frequencies, if the teacher scales them.
 
     Raises:
         UserError: they depend on the length of the text, or scale attention.
@@ -189,7 +189,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _rotated_heads(name: str, config: Any) -> int:
-    """Return how many heads of queries or keys a tensor has, 0 where it has others."""
+    """Return how many heads of queries or keys a tensor has; 0 for all other tensors."""
     if ".q_proj." in name:
         return int(config.num_attention_heads)
     return int(config.num_key_value_heads) if ".k_proj." in name else 0
@@ -222,10 +222,10 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int, kinds: An
 
 
 def pre_tokenizer(contents: dict[str, Any]) -> str:
-    """Return how llama.cpp names the way in which a tokenizer.json splits text.
+    """Return llama.cpp's name of the rules by which a tokenizer.json splits text.
 
     Raises:
-        UserError: llama.cpp has another way, or this is not byte-pair encoding over bytes.
+        UserError: these rules have no known name, or this is not byte-pair encoding over bytes.
     """
     if contents["model"]["type"] != "BPE" or contents["model"].get("byte_fallback"):
         raise UserError(

@@ -1,8 +1,8 @@
-"""A converted model of full and windowed layers as a model of a stock class, by its weights.
+"""Turn a converted model of full and windowed layers into a model of a stock class.
 
 Stock classes have, per layer, full attention or one sliding window that all windowed layers share. `granite_swa` adds
 a sink logit per query head. The value u of our learned sink becomes a bias: attention weights and the sink's share sum
-to 1, so that values v - u give y - u, and the output projection's bias adds W_o u again.
+to 1, so values v - u give y - u, and the output projection's bias adds W_o u again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from linearize.mixers.combine import WindowOnlyCombine
 from linearize.ops.heads import repeat_kv
 
 RECIPE = "convert with the recipe local-global"
-NO_SINK = -1e4  # a sink logit whose exponential is 0 beside any other
+NO_SINK = -1e4  # a sink logit whose exponential is 0 compared with any other
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class StockClass:
 
     Attributes:
         sinks: whether query heads have sink logits.
-        biases: which projections of attention have biases: `none`, `qkv`, or `all`, whether a model needs them or not.
-        fields: fields of its config that the model needs whatever it is converted from.
+        biases: the projections of attention that always have biases: `none`, `qkv`, or `all`.
+        fields: config fields that all converted models need.
     """
 
     sinks: bool
@@ -43,7 +43,7 @@ class StockClass:
     fields: dict[str, Any]
 
 
-# In order of preference: the first that fits is taken.
+# In order of preference: the first that fits is chosen.
 STOCK_CLASSES = {
     "ministral": StockClass(False, "none", {}),
     "cwm": StockClass(False, "none", {}),
@@ -62,11 +62,11 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a converted model that have a window, and the windows.
+    """The layers of a converted model that have a window.
 
     Attributes:
-        windowed: by layer.
-        window: tokens, the query's own included; None where no layer has one.
+        windowed: whether each layer has a window.
+        window: in tokens, the query's own included; None: no layer has a window.
         sinks: whether the windows have a learned sink.
     """
 
@@ -81,7 +81,7 @@ class Layers:
 
 
 def read_layers(student: PreTrainedModel) -> Layers:
-    """Return which layers of a student have a window.
+    """Return the windows of a student's layers.
 
     Raises:
         UserError: a layer has a part that no stock class has.
@@ -129,10 +129,10 @@ def _refuse_parts(layer: int, config: Any) -> None:
 
 
 def choose_class(student: PreTrainedModel, layers: Layers, name: str | None = None) -> str:
-    """Return the model type of the stock class that has a place for all of a student.
+    """Return the model type of a stock class that has all parts of a student.
 
     Args:
-        name: the class that is wanted; None: the first that fits.
+        name: the requested class; None: the first that fits.
 
     Raises:
         UserError: the named class does not fit, or none does.
@@ -158,7 +158,7 @@ def choose_class(student: PreTrainedModel, layers: Layers, name: str | None = No
 
 
 def _unfit(student: PreTrainedModel, source: str, layers: Layers, name: str) -> str | None:
-    """Return the part of the student that a stock class has no place for, None where there is none."""
+    """Return a part of the student that a stock class lacks; None: it lacks none."""
     stock, config = STOCK_CLASSES[name], student.config
     biases = "qkv" if getattr(config, "attention_bias", False) else SOURCES[source]
     if layers.sinks and not stock.sinks:
@@ -218,7 +218,7 @@ def _config(student: PreTrainedModel, layers: Layers, name: str) -> Any:
     if name == "granite_swa":
         fields |= {"attention_bias": True, "attention_multiplier": head_dim**-0.5}
     if name == "qwen2":
-        # vLLM reads layer_types only where this equals the number of layers.
+        # vLLM reads layer_types only if this equals the number of layers.
         fields["max_window_layers"] = source.num_hidden_layers
     return CONFIG_MAPPING[name](**fields)
 
