@@ -1,4 +1,4 @@
-"""Measurements of a student beside its teacher: loss per token, recall beyond the window, speed and memory.
+"""Measure a student, its teacher and controls: loss per token, recall beyond the window, speed and memory.
 
-Where its task is another than language modelling, the scores at that. Every mean comes with a 95 % bootstrap interval.
+For other tasks than language modelling, measure scores. Means come with 95 % intervals.
 """

@@ -1,6 +1,6 @@
 """Compare the student's predictions with its teacher's: by token, by position in the document, and in generations.
 
-A student can keep the teacher's loss and still predict other tokens, and one of those turns a whole generation away.
+A student with the teacher's loss can still predict other tokens, and one such token changes a whole generation.
 
 Axes: N rows, L tokens per row, B rows per forward pass, V vocabulary, C predicted tokens at a time, P prompts, T prompt
 tokens, K new tokens.
@@ -31,10 +31,10 @@ from linearize.distributed import put_together, shard_batches
 from linearize.evaluation.intervals import Interval, Totals, intervals, require_shape
 from linearize.evaluation.perplexity import TokenLosses, require_same_tokens
 
-_CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
-_COPIES = 4  # [C, V] tensors of them that live together
+_CHUNK_ELEMENTS = 2**24  # the most fp32 numbers at a time, besides the models' own logits: 64 MiB
+_COPIES = 4  # [C, V] tensors that exist at a time
 _BATCH_SIZE = 8  # prompts per call of generate()
-_ENDED = -1  # in place of a token: the text ended before
+_ENDED = -1  # in place of tokens after the end of a text
 
 
 # --- token by token ---------------------------------------------------------------------------------------------------
@@ -42,10 +42,12 @@ _ENDED = -1  # in place of a token: the text ended before
 
 @dataclass(frozen=True)
 class Agreement:
-    """Agreement of student and teacher on the same tokens; `_beyond`: beyond the window, None where no token is.
+    """Agreement of student and teacher on the same tokens.
 
-    top1: share of tokens whose likeliest one is the same, as greedy decoding would choose. kl: KL(teacher || student),
-    what the student loses by predicting in the teacher's place; reverse_kl: KL(student || teacher); nats per token.
+    Attributes:
+        top1: share of places where both have the same most likely token.
+        kl: KL(teacher || student) in nats per token. reverse_kl: KL(student || teacher).
+        top1_beyond, kl_beyond: beyond the window; None: too few documents have tokens there.
     """
 
     top1: Interval
@@ -67,13 +69,13 @@ def logit_agreement(
     samples: int = 1000,
     seed: int = 0,
 ) -> Agreement:
-    """Compare the next-token distributions of two models, on the tokens that `token_losses` takes the loss of.
+    """Compare the next-token distributions of two models, on the tokens of `token_losses`.
 
-    Both read `batch_size` rows, then the next ones: the logits of one batch of each, in the models' own dtype, are all
-    that is held. Divergences are computed in fp32. Several processes share the batches, and all get the result.
+    Both read `batch_size` rows at a time; logits of one batch of each, in the models' own dtype, are held. Divergences
+    are computed in fp32. Several processes divide the batches, and all get the result.
 
     Raises:
-        UserError: the vocabularies differ in size, or too few documents hold predicted tokens.
+        UserError: the vocabularies differ in size, or too few documents have predicted tokens.
         FloatingPointError: a divergence is not a finite number.
     """
     mask = (rows.labels != IGNORED).cpu()
@@ -106,7 +108,7 @@ def _logits(model: nn.Module, rows: PackedRows, index: Int[Tensor, " B"]) -> Flo
 def _compare(
     teacher: Float[Tensor, "B L V"], student: Float[Tensor, "B L W"], mask: Bool[Tensor, "B L"]
 ) -> Float[Tensor, "3 B L"]:
-    """Same choice (1 or 0), KL(teacher || student) and KL(student || teacher); 0 where the mask is False.
+    """Return equal choice (1 or 0), KL(teacher || student) and KL(student || teacher); 0 where the mask is False.
 
     Entry t compares the logits at t - 1, which predict token t.
     """
@@ -129,7 +131,7 @@ def _divergences(
 ) -> Float[Tensor, "3 C"]:
     choice_p, p = _log_probabilities(teacher, row, place, teacher.device)
     choice_q, q = _log_probabilities(student, row, place, teacher.device)
-    # The difference first: equal logits give exactly 0. Then in place, for the memory.
+    # The difference comes first: equal logits give exactly 0. Then in place, to save memory.
     gap = p - q
     kl = p.exp_().mul_(gap).sum(dim=-1)
     reverse_kl = -q.exp_().mul_(gap).sum(dim=-1)
@@ -140,7 +142,7 @@ def _divergences(
 def _log_probabilities(
     logits: Float[Tensor, "B L V"], row: Int[Tensor, " C"], place: Int[Tensor, " C"], device: torch.device
 ) -> tuple[Int[Tensor, " C"], Float[Tensor, "C V"]]:
-    """The likeliest token, and log p of all."""
+    """Return the most likely token, and log p of all tokens."""
     chosen = logits[row.to(logits.device), place.to(logits.device)].to(device)
     return chosen.argmax(dim=-1), chosen.log_softmax(dim=-1, dtype=torch.float32)
 
@@ -150,9 +152,9 @@ def _log_probabilities(
 
 @dataclass(frozen=True)
 class PositionLosses:
-    """Mean loss by position in the document. Bin i holds the positions from edges[i] to edges[i + 1] - 1.
+    """Mean loss by position in the document. Bin i has the positions from edges[i] to edges[i + 1] - 1.
 
-    None where too few documents hold tokens of a bin. So it always is in the first one: nothing predicts position 0.
+    A loss is None if too few documents have tokens in the bin, as always in the first: position 0 is not predicted.
     """
 
     edges: list[int]
@@ -165,9 +167,9 @@ class PositionLosses:
 
 
 def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, seed: int = 0) -> PositionLosses:
-    """Each candidate's loss in nats per token against the position of the predicted token (SUPRA, Fig. 3).
+    """Return each candidate's loss in nats per token, by the position of the predicted token (SUPRA, Fig. 3).
 
-    The edges are 0 and the powers of two, up to the longest position; the last one is that position + 1.
+    The edges are 0 and the powers of two, up to the largest position; the last edge is that position + 1.
 
     Raises:
         ValueError: the candidates were not measured on the same tokens.
@@ -195,7 +197,7 @@ def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, s
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt, how its document goes on, and how the models go on; special tokens are written out."""
+    """One prompt, the text after it in its document, and the models' continuations, with special tokens as text."""
 
     prompt: str
     reference: str
@@ -205,11 +207,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class Generations:
-    """Greedy continuations of the same prompts by both models, each of `new_tokens` tokens, or fewer if it ends itself.
+    """Greedy continuations of the same prompts by both models, of `new_tokens` tokens or fewer if the text ends.
 
-    agreement: share of the new tokens that are the same at the same place. Where one text is longer, its surplus counts
-    as different; where both have ended, there is nothing to count. The token that ends a text is one of its tokens.
-    common_prefix: tokens before the first difference; `new_tokens` where there is none, though both may have ended.
+    Attributes:
+        agreement: share of new tokens that are equal at the same place. Tokens after the end of the other text count as
+            different; the token that ends a text is one of its tokens.
+        common_prefix: tokens before the first difference; `new_tokens` if there is none, even if both texts end.
     """
 
     agreement: Interval
@@ -231,16 +234,16 @@ def generation_agreement(
     shown: int,
     seed: int,
 ) -> Generations:
-    """Let both models continue the beginnings of held-out documents, always with the likeliest token.
+    """Continue the beginnings of held-out documents by both models, always with the most likely token.
 
-    Nothing of the models' own generation settings applies (sampling, penalties), but that the tokens which end the
-    teacher's texts end both models' texts.
+    The models' own generation settings (sampling, penalties) do not apply, except that the teacher's end tokens end
+    both models' texts.
 
     Args:
-        prompts: how many to take, drawn with `seed`, at least what an interval needs; of different documents, as far as
-            there are that many.
+        prompts: number of prompts, drawn with `seed`; at least as many as an interval needs, and of different documents
+            if there are enough.
         prompt_length: tokens of each prompt.
-        shown: how many of them come back as text.
+        shown: number of prompts that are returned as text.
 
     Raises:
         UserError: too few documents have `prompt_length` + `new_tokens` tokens in one row.
@@ -270,9 +273,9 @@ def generation_agreement(
 
 
 def _beginnings(rows: PackedRows, length: int, count: int, seed: int) -> tuple[Int[Tensor, "P M"], Int[Tensor, " P"]]:
-    """The first `length` tokens of `count` documents that have so many, in the order of the rows, and their numbers.
+    """Return the first `length` tokens of `count` documents that have as many, in the order of rows, and the documents.
 
-    Where there are fewer documents, those that run on into other rows are taken from the beginning of these too.
+    If there are fewer documents, the beginnings of rows that continue a document are used too.
     """
     width = rows.input_ids.shape[1]
     start = (rows.position_ids.cpu() == 0).flatten().nonzero()[:, 0]
@@ -293,12 +296,12 @@ def _beginnings(rows: PackedRows, length: int, count: int, seed: int) -> tuple[I
 
 
 def _generation_config(model: PreTrainedModel) -> GenerationConfig | None:
-    """Return the model's own settings; None if it has none, which its type does not say."""
+    """Return the model's own settings, or None, which the declared type does not allow."""
     return model.generation_config
 
 
 def _ends(model: PreTrainedModel) -> list[int]:
-    """The tokens that end the model's texts."""
+    """Return the tokens that end the model's texts."""
     own = _generation_config(model)
     ends: Any = None if own is None else own.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
@@ -307,14 +310,14 @@ def _ends(model: PreTrainedModel) -> list[int]:
 def _continue(
     model: PreTrainedModel, prompts: Int[Tensor, "P T"], new_tokens: int, ends: list[int], title: str
 ) -> Int[Tensor, "P K"]:
-    """The likeliest next tokens, one after another; `_ENDED` behind the first of `ends`. On the CPU."""
+    """Return greedy continuations on the CPU, with `_ENDED` after the first of `ends`."""
     tokens = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
     splits = torch.arange(len(prompts)).split(_BATCH_SIZE)
     generate: Any = model.generate
     with inference(model) as device, greedy(model, new_tokens, ends):
         for number, counts in progress(shard_batches(splits), f"generating: {title}"):
             ids = prompts[splits[number]].to(device)
-            # The mask says that nothing is padding: a prompt may hold the token that texts are padded with.
+            # The mask says that there is no padding: a prompt may contain the padding token.
             made = generate(ids, attention_mask=torch.ones_like(ids))
             made = made[:, prompts.shape[1] :].cpu()
             if counts:
@@ -326,9 +329,9 @@ def _continue(
 
 @contextmanager
 def greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Generator[None, None, None]:
-    """Within, `model.generate()` decodes greedily; what generate() is not told it takes from the model's own config."""
+    """Make `model.generate()` decode greedily in the `with` block, by replacing the model's own settings."""
     own = _generation_config(model)
-    # After its end a text is padded up to the others of its batch; any token would do.
+    # Texts that end are padded to the length of others in the batch; the padding token does not matter.
     special = {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
     compiling = ("cache_implementation", "compile_config", "disable_compile")
     kept = {} if own is None else {name: getattr(own, name) for name in compiling}
@@ -344,7 +347,7 @@ def _decode(tokenizer: Tokenizer, tokens: Int[Tensor, " T"]) -> str:
 
 
 def _continuation(tokenizer: Tokenizer, prompt: Int[Tensor, " T"], tokens: Int[Tensor, " K"]) -> str:
-    """Return the text that tokens add to the prompt's; decoded alone, they would lose the space before them."""
+    """Return the text that tokens add to the prompt's; decoded separately, they would lose the space before them."""
     tokens = tokens[tokens != _ENDED]
     before, whole = _decode(tokenizer, prompt), _decode(tokenizer, torch.cat([prompt, tokens]))
     return whole[len(before) :] if whole.startswith(before) else _decode(tokenizer, tokens)

@@ -22,14 +22,14 @@ BATCH_SIZE = 32  # rows per forward pass
 Processor = Tokenizer | BaseImageProcessor
 
 Answer = Callable[[PreTrainedModel, str], Answered]
-"""Compute a model's answers on the held-out rows; the title stands beside the progress bar."""
+"""Compute a model's answers on the held-out rows; the text is the title of the progress bar."""
 
 
 def answering(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
     """Return the function that computes the answers of a model for this task.
 
     Args:
-        teacher: whose embeddings others are compared with; None where the task does not.
+        teacher: the model whose embeddings are the reference; None: the task needs none.
     """
     if isinstance(task, MaskedLanguageModelling):
         return _masked_tokens(dataset.test)
@@ -37,7 +37,7 @@ def answering(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher
         assert teacher is not None
         return _embedding(dataset.test, teacher)
     if isinstance(task, Summarisation):
-        # Only here, for it needs the extra `eval`.
+        # Imported here because it needs the extra `eval`.
         from linearize.evaluation.summaries import summarising
 
         assert isinstance(tokenizer, Tokenizer)
@@ -46,7 +46,7 @@ def answering(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher
 
 
 def compared_outputs(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "M C"]:
-    """All outputs that `rows` are compared by, in fp32 on the CPU."""
+    """Return the outputs of `rows` that are compared (`Rows.compared`), in fp32 on the CPU."""
     return torch.cat([outputs.cpu() for outputs, _ in _batches(model, rows, title=title)])
 
 
@@ -94,7 +94,7 @@ def _masked_tokens(rows: Rows) -> Answer:
 
 
 def embeddings(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "N E"]:
-    """The mean of the last hidden states over the tokens of each row, scaled to length 1."""
+    """Return the mean of the last hidden states over the tokens of each row, scaled to length 1."""
     counts = rows.target_counts()
     hidden = compared_outputs(model, rows, title=title)
     row = torch.arange(len(counts)).repeat_interleave(counts)

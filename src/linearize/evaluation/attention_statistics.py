@@ -1,4 +1,4 @@
-"""Statistics of a softmax teacher's attention: they decide which windows suit it, and whether these need sinks.
+"""Measure statistics of a softmax teacher's attention, which help to choose windows and sinks.
 
 Axes: N rows, T tokens of a row, H query heads, C queries and K keys of a block.
 """
@@ -32,17 +32,17 @@ from linearize.mixers.attention_weights import block_scores, query_blocks, softm
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import SequenceLayout
 
-TOKENS = 768  # of a row
+TOKENS = 768  # tokens of a row
 
 
 def attention_statistics(teacher: PreTrainedModel, tokens: Int64[Tensor, "N T"]) -> AttentionStatistics:
-    """Measure the attention of a decoder on rows of text, by blocks of queries: no T x T matrix of all heads exists.
+    """Measure the attention of a decoder on rows of text, by blocks of queries, without a T x T matrix of all heads.
 
-    The queries of the first third of a row are not counted: they have few keys to choose from. Layers whose attention
-    slides are counted as they are: their queries see the keys of their own window.
+    The queries of the first third of a row do not count: they have few keys. In layers with sliding windows, queries
+    see the keys of their own window.
 
     Args:
-        tokens: rows of at least 3 tokens, each read as one document; `TOKENS` of them give two digits.
+        tokens: rows of at least 3 tokens, each read as one document; rows of `TOKENS` tokens give two digits.
 
     Raises:
         UserError: a model that is linearized already.

@@ -1,4 +1,4 @@
-"""The models that are measured side by side, by name."""
+"""The models that are measured together, by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 BATCH_SIZE = 4  # rows per forward pass
-DEFAULT_WINDOW = 64  # the window of the controls where a mixer has none
+DEFAULT_WINDOW = 64  # tokens of the controls' window if a mixer has none
 LABELS = {
     "teacher": "teacher",
     "teacher_finetuned": "teacher, fine-tuned",
@@ -23,17 +23,19 @@ LABELS = {
     "equal_finetuned": "window of equal bytes, fine-tuned",
     "exact_finetuned": "same memory, no linear part, fine-tuned",
 }
-# Who sees no further than the window, and who sees all: the first two that were measured. A student that was finetuned
-# is compared with models that were fine-tuned on the same tokens, or the gain of fine-tuning would count as context. No
-# teacher is fine-tuned if its own outputs are the only target, because it would not change.
+# Pairs of a window-only model and one with full context; the first pair that was measured is used. A fine-tuned student
+# is compared with models fine-tuned on the same tokens, else the gain of fine-tuning would count as context. The
+# teacher is not fine-tuned if its own outputs are the only target, because it would not change.
 REFERENCES = (("window_finetuned", "teacher_finetuned"), ("window_finetuned", "teacher"), ("window", "teacher"))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to measure; `open` yields it, and what it made for that is gone afterwards.
+    """A model to measure.
 
-    `training_tokens`: what all stages of training together have shown it since it was a teacher; None if unknown.
+    Attributes:
+        open: returns a context manager that yields the model and releases it afterwards.
+        training_tokens: tokens of all training stages since it was a teacher; None: unknown.
     """
 
     name: str

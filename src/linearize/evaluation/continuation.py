@@ -1,7 +1,7 @@
 """Measure what a model still knows of a context after reading it: the loss of its continuation, and needles.
 
-A model reads a context in one call and the continuation in one more call, on the cache that the first call left. So the
-continuation depends on the context through the cache alone, however the context was read and whatever the cache keeps.
+A model reads a context in one call and the continuation in another call, with the cache of the first. So the
+continuation depends on the context through the cache alone.
 
 A needle is a fact that is written into a context ("The secret number for copper is 48213."). Its continuation is the
 question ("The secret number for copper is") and the answer. It counts as found if greedy decoding gives the answer:
@@ -57,7 +57,7 @@ def loss_difference(a: Readings, b: Readings, *, samples: int = 1000, seed: int 
     """Return the mean of a - b on the same rows, with its bootstrap interval over rows.
 
     Raises:
-        ValueError: as many rows were not read by both.
+        ValueError: their numbers of rows differ.
         UserError: too few rows (`intervals.resamples`).
     """
     if len(a.loss) != len(b.loss):
@@ -81,7 +81,7 @@ def draw_needle(tokenizer: Tokenizer, source: random.Random) -> Needle:
 
 
 def hide_needle(text: Sequence[int], needle: Needle, number: int, needles: int) -> list[int]:
-    """Return the text with the needle's fact in it, at the depth of needle `number` (from 0) of so many `needles`."""
+    """Return the text with the needle's fact in it, at the depth of needle `number` (from 0) of `needles` needles."""
     depth = DEPTHS[0] + (DEPTHS[1] - DEPTHS[0]) * number / max(needles - 1, 1)
     before = round(depth * len(text))
     return [*text[:before], *needle.fact, *text[before:]]

@@ -1,4 +1,4 @@
-"""The models that a student must be compared with, made from it or its teacher by exchanging mixers."""
+"""Make the controls of a student, from it or its teacher, by replacing mixers."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ SINKS = 4
 
 
 def control_span(span: NoSpan | SlidingSpan | TerracedSpan, sinks: int | None = None) -> SlidingSpan | TerracedSpan:
-    """The span of a window-only control: the mixer's own, or a default window where it has none."""
+    """Return the span of a window-only control: the mixer's own, or a default window if it has none."""
     windowed = SlidingSpan(window_size=DEFAULT_WINDOW) if isinstance(span, NoSpan) else span
     return windowed if sinks is None else windowed.model_copy(update={"sinks": sinks})
 
 
 def window_reach(plan: LayerPlan, model: PreTrainedModel, length: int) -> int:
-    """Keys that a query of the window-only control sees; what lies further back is "beyond the window"."""
+    """Return the number of keys that a query of the window-only control sees; earlier keys are "beyond the window"."""
     spans = [control_span(mixer.span) for mixer in each_mixer(window_only_plan(plan, model, length))]
     return max(span.max_softmax_keys for span in spans)
 
 
 def window_only(mixer: MixerConfig, sinks: int | None = None) -> MixerConfig:
-    """A mixer's config without its linear part, optionally with another number of sinks."""
+    """Return a mixer's config without its linear part, optionally with another number of sinks."""
     return MixerConfig(span=control_span(mixer.span, sinks), feature_map=None, combine=WindowOnly(), cache=mixer.cache)
 
 
 def window_only_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> LayerPlan:
-    """The layer plan of the window-only control: each layer's own window.
+    """Return the layer plan of the window-only control: each layer's own window.
 
-    Where memory is spread over heads or kept in KV caches with eviction, it is the `equal_bytes_plan`.
+    For plans with groups of heads or KV caches with eviction, it is the `equal_bytes_plan`.
     """
     return equal_bytes_plan(plan, model, length) if is_spread(plan) else exact_plan(plan)
 
@@ -53,8 +53,8 @@ def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> La
     """Return a plan of windows with SINKS sinks, the same in all heads, that uses as many bytes as the plan's states.
 
     Args:
-        model: of the plan's sizes, be it teacher or student; bytes are counted in its dtype.
-        length: tokens after which heads that keep all of their keys are counted.
+        model: teacher or student; bytes are counted in its dtype.
+        length: number of tokens at which the bytes of heads that keep all keys are counted.
 
     """
     shape = TeacherShape.from_config(model.config.to_dict())
@@ -79,7 +79,7 @@ def exact_plan(plan: LayerPlan) -> LayerPlan:
 
 
 def copy_eviction_scores(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Give a student the eviction scores of another one with the same caches, in place."""
+    """Copy the eviction scores of a student to another one with the same caches, in place."""
     both = (linearized_layers(model).values() for model in (source, target))
     for one, other in zip(*both, strict=True):
         copy_scorers(one.mixer, other.mixer)
@@ -87,7 +87,7 @@ def copy_eviction_scores(source: PreTrainedModel, target: PreTrainedModel) -> No
 
 @contextmanager
 def without_linear_part(student: PreTrainedModel, sinks: int | None = None) -> Iterator[PreTrainedModel]:
-    """Within, every converted layer attends within its window only; all weights stay as they are.
+    """Replace every converted layer's mixer by its window alone, in the `with` block; all weights are unchanged.
 
     A learned sink that is a key of the window stays one.
     """

@@ -1,4 +1,4 @@
-"""Copying: how much better random tokens are predicted when they come again, further back than the window reaches.
+"""Measure copying: the gain in loss when random tokens repeat at a distance beyond the window.
 
 Axes: N rows, L tokens of a row, V ordinary tokens.
 """
@@ -19,9 +19,9 @@ from linearize.evaluation.perplexity import token_losses
 
 @dataclass(frozen=True)
 class CopyRows(PackedRows):
-    """Rows of `length` random tokens, random filler, and, `distance` after their start, the same tokens again.
+    """Rows of `length` random tokens, random filler, and the same tokens again, `distance` tokens after their start.
 
-    Only the copies have labels, without each copy's first token, which nothing announces.
+    Only both copies have labels, without the first token of each, which cannot be predicted.
     """
 
     length: int
@@ -45,9 +45,9 @@ class Copying:
 def copy_rows(
     vocabulary: Int[Tensor, " V"], *, window_size: int, max_positions: int, rows: int, seed: int
 ) -> CopyRows | None:
-    """Independent rows, tokens drawn evenly from `vocabulary`, at a distance of two windows.
+    """Return independent rows of tokens drawn uniformly from `vocabulary`, with a distance of two windows.
 
-    None where not even two tokens fit the model's positions that far back.
+    None: not even two tokens at this distance fit the model's positions.
     """
     distance = 2 * window_size
     length = min(window_size, max_positions - distance)
@@ -64,7 +64,7 @@ def copy_rows(
 
 
 def copy_losses(model: nn.Module, rows: CopyRows, *, batch_size: int) -> list[Totals]:
-    """Mean loss of each row over the first copy, then over the second, without the first token of either."""
+    """Return the mean loss of each row over the first copy, and over the second, without the first token of each."""
     loss = token_losses(model, rows, batch_size=batch_size, title="copying").loss.double()
     copies = loss[:, 1 : rows.length], loss[:, rows.distance + 1 :]
     return [Totals.of_each(copy.mean(dim=1)) for copy in copies]

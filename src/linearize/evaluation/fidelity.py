@@ -1,9 +1,9 @@
 """Compare the output of each converted head with the softmax attention that it replaced.
 
 The model runs with softmax attention in every converted layer, and the softmax outputs feed the next layer, as in
-attention transfer. So no layer is charged with the errors of earlier layers. In each layer the mixer and softmax read
-the same q, k and v: those of the model that is measured. After fine-tuning these are the fine-tuned projections'.
-"Teacher" means that softmax, "student" the mixer.
+attention transfer. So errors of earlier layers do not count. In each layer the mixer and softmax read the same q, k and
+v of the measured model, after fine-tuning those of its fine-tuned projections. "Teacher" means this softmax, "student"
+the mixer.
 
 Axes: B rows, H query heads, T tokens, D head dimension.
 """
@@ -93,9 +93,9 @@ def measure_fidelity(student: PreTrainedModel, rows: Rows, *, max_tokens: int, b
 
 
 def drawn_rows(rows: Rows, max_tokens: int, seed: int) -> Rows:
-    """Return as many of the rows, drawn by `seed`, as have at most `max_tokens` together, and one at the least.
+    """Return rows drawn by `seed` with at most `max_tokens` tokens together, but at least one row.
 
-    Rows of different lengths count as their mean.
+    All rows count as having the mean length.
     """
     length = max(1, rows.num_tokens // len(rows))
     count = min(len(rows), max(1, max_tokens // length))
@@ -105,7 +105,7 @@ def drawn_rows(rows: Rows, max_tokens: int, seed: int) -> Rows:
 def visit_layers(
     student: PreTrainedModel, rows: Rows, visit: Callable[[Visit], None], *, batch_size: int, title: str
 ) -> None:
-    """Call `visit` for each converted layer, in order, on each `batch_size` rows; softmax outputs feed what follows.
+    """Call `visit` for each converted layer, in order, on batches of rows; softmax outputs feed the next layer.
 
     Raises:
         UserError: a model without converted layers.

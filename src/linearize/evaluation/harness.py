@@ -1,7 +1,7 @@
-"""Public benchmarks by lm-evaluation-harness (the extra `eval`) on models in memory.
+"""Run public benchmarks by lm-evaluation-harness (the extra `eval`) on models in memory.
 
 A task is one of
-- a ``.jsonl`` file of multiple-choice questions, described at `choice_task`: nothing is asked of any server,
+- a ``.jsonl`` file of multiple-choice questions, described at `choice_task`, which needs no server,
 - a task of lm-eval: its YAML file, a folder of them, or the name of one that comes with lm-eval.
 """
 
@@ -39,13 +39,13 @@ _YAML = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """One number of lm-eval. `metric` is lm-eval's own name, with its filter's behind a comma where it has one."""
+    """One number of lm-eval. `metric` is lm-eval's own name, followed by a comma and its filter if there is one."""
 
     task: str
     metric: str
     candidate: str
     value: float
-    stderr: float | None  # None where lm-eval gives none
+    stderr: float | None  # None: lm-eval gives none
     samples: int
 
 
@@ -94,7 +94,7 @@ def run_benchmarks(
                 task.set_fewshot_seed(seed)  # every model gets the same solved examples
             with inference(model), torch.random.fork_rng():
                 torch.manual_seed(seed)
-                with _level("lm_eval.models", logging.ERROR):  # it warns of models in memory, whatever they are
+                with _level("lm_eval.models", logging.ERROR):  # it warns about every model in memory
                     wrapped = hflm(pretrained=model, tokenizer=deepcopy(tokenizer), batch_size=batch_size)
                 found = evaluator.evaluate(wrapped, loaded, limit=limit, log_samples=False)
             results += _results(name, found["results"])
@@ -103,17 +103,16 @@ def run_benchmarks(
 
 
 def check_tasks(config: EvaluationConfig, *, trusted: bool, files: bool = True) -> None:
-    """See that the tasks can be asked, before hours of training or measuring, and that none of them runs code.
+    """Check, before hours of training or measuring, that tasks can be run and that none runs untrusted code.
 
-    A task YAML of lm-eval names Python functions to call (`!function`), and a recipe may be a stranger's.
+    A task YAML of lm-eval can call Python functions (`!function`), and a recipe may be a stranger's.
 
     Args:
-        trusted: the user has named the tasks, or trusts whoever wrote the recipe.
-        files: whether files of questions may be read: not those that only the recipe of a folder names.
+        trusted: the user has named the tasks, or trusts the author of the recipe.
+        files: whether files of questions may be read; not if only the recipe of a folder names them.
 
     Raises:
-        UserError: a task that may run code and is not trusted, lm-eval is not installed, or a file that is missing or
-            has other columns.
+        UserError: an untrusted task may run code, lm-eval is not installed, or a file is missing or has other columns.
     """
     for task in config.tasks:
         path = Path(task)
@@ -136,7 +135,7 @@ def check_tasks(config: EvaluationConfig, *, trusted: bool, files: bool = True) 
 
 
 def choice_task(path: Path, shots: int) -> dict[str, object]:
-    """lm-eval's description of a file of multiple-choice questions, one JSON object per line.
+    """Return lm-eval's task description for a file of multiple-choice questions, one JSON object per line.
 
     - ``query``: the question, any text,
     - ``choices``: the possible answers, two texts or more,
@@ -183,7 +182,7 @@ def _file(path: Path) -> Path:
 
 
 def _fault(line: bytes) -> str | None:
-    """Return what is wrong with a line of `choice_task`'s file."""
+    """Return the fault of a line of `choice_task`'s file, in words; None: it is valid."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -205,7 +204,7 @@ def _fault(line: bytes) -> str | None:
 
 
 def _load(tasks: Sequence[str], shots: int) -> dict[str, Any]:
-    """All tasks and groups of tasks, by name, each set to `shots`."""
+    """Return all tasks and groups of tasks, by name, each set to `shots`."""
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
     for given in tasks:
         found = _load_one(given, shots)
@@ -214,7 +213,7 @@ def _load(tasks: Sequence[str], shots: int) -> dict[str, Any]:
         for kind, members in loaded.items():
             members.update(found[kind])
     for task in loaded["tasks"].values():
-        if task.get_config("num_fewshot") != 0:  # a task that says 0 means it
+        if task.get_config("num_fewshot") != 0:  # tasks with 0 must not have solved examples
             task.set_config("num_fewshot", shots)
     return loaded
 
@@ -239,7 +238,7 @@ def _load_one(given: str, shots: int) -> dict[str, Any]:
             )
     try:
         return index.load(names)
-    except Exception as error:  # a task may hold code, and anything may be wrong with it
+    except Exception as error:  # a task may contain code, which can raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
             f"tasks: expected a task that lm-eval can load, found {given}, which it cannot ({reason}); "
@@ -249,12 +248,12 @@ def _load_one(given: str, shots: int) -> dict[str, Any]:
 
 @cache
 def _own_tasks() -> Any:
-    """The index of what comes with lm-eval. It reads thousands of files, which takes some seconds."""
+    """Return the index of the tasks that come with lm-eval; reading its thousands of files takes some seconds."""
     return _of_extra("lm_eval.tasks").TaskManager()
 
 
 def _results(candidate: str, found: Mapping[str, Mapping[str, Any]]) -> list[BenchmarkResult]:
-    """lm-eval's table: ``{task: {"acc,none": value, "acc_stderr,none": value, "sample_len": count, ...}}``."""
+    """Convert lm-eval's table ``{task: {"acc,none": value, "acc_stderr,none": value, "sample_len": count, ...}}``."""
     results: list[BenchmarkResult] = []
     for task, metrics in found.items():
         for key, value in metrics.items():
@@ -271,7 +270,7 @@ def _results(candidate: str, found: Mapping[str, Mapping[str, Any]]) -> list[Ben
 
 
 def _of_extra(module: str) -> Any:
-    """A module that comes with the extra `eval`."""
+    """Import a module of the extra `eval`; raise UserError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -285,7 +284,7 @@ def _of_extra(module: str) -> Any:
 
 @contextmanager
 def _level(logger: str, level: int) -> Generator[None, None, None]:
-    """Nothing below this level from a logger and those under it."""
+    """Set the level of a logger in the `with` block."""
     chosen = logging.getLogger(logger)
     before = chosen.level
     chosen.setLevel(level)
@@ -297,7 +296,7 @@ def _level(logger: str, level: int) -> Generator[None, None, None]:
 
 @contextmanager
 def _first_warnings(logger: str) -> Generator[None, None, None]:
-    """Each kind of warning once: that a question was cut off, lm-eval says for every single one."""
+    """Let a logger print each kind of warning once: lm-eval warns of every single question that is truncated."""
     said: set[int] = set()
 
     def first(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Measure a student beside its teacher and its controls: short or long for a language model, by scores for a task."""
+"""Measure a student, its teacher and its controls: by the short or long evaluation, or by scores at another task."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from linearize.evaluation.speed import generation_speed
 from linearize.evaluation.timings import Crossover, Speed
 from linearize.hf.attention import linearized_layers
 
-NEW_TOKENS = 16  # generated where speed is measured
+NEW_TOKENS = 16  # tokens generated when speed is measured
 RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window
 SHOWN = 4  # generations kept as text
 BENCHMARK_BATCH_SIZE = 16
@@ -51,13 +51,13 @@ def measure_task(
     seed: int,
     missing: Sequence[str] = (),
 ) -> Results:
-    """A model that is no language model: scores of every candidate, and how faithful the student's heads are.
+    """Measure a model that is no language model: scores of every candidate, and the student's fidelity by head.
 
     Args:
         candidates: opened one after another; "student" must be among them.
-        answer: runs a model over the held-out examples; the text is what a progress bar may say.
-        rows: held-out inputs on which to look at the heads.
-        missing: names of controls that could not be had.
+        answer: runs a model over the held-out examples; its text is the title of a progress bar.
+        rows: held-out inputs for the fidelity.
+        missing: names of controls that are not available.
 
     Raises:
         UserError: too few examples.
@@ -69,7 +69,7 @@ def measure_task(
         with next(candidate for candidate in candidates if candidate.name == "student").open() as student:
             try:
                 fidelity = measure_fidelity(student, rows, **sampled)
-            except UserError as error:  # of this model's kind: the scores do not depend on it
+            except UserError as error:  # the model has no fidelity; scores do not depend on it
                 reasons["fidelity"] = str(error)
     else:
         reasons["fidelity"] = "not asked for, evaluation.examine is false"
@@ -88,7 +88,7 @@ def measure_quickly(
     config: EvaluationConfig,
     seed: int,
 ) -> Results:
-    """Measure a language model by the short evaluation, and by the public benchmarks that are asked for.
+    """Measure a language model by the short evaluation, and by the requested public benchmarks.
 
     Args:
         rows: packed held-out rows.
@@ -100,7 +100,7 @@ def measure_quickly(
     short, tasks = None, None
     try:
         short = measure_short(teacher, student, rows, tokenizer, **sizes, **samples)
-    except UserError as error:  # of the held-out text: the model is written all the same
+    except UserError as error:  # too little held-out text; the model is written anyway
         reasons["short"] = str(error)
     if config.tasks and (world().main or is_sharded(student)):
         models = {"teacher": teacher, "student": student}
@@ -125,8 +125,8 @@ def measure(
     Args:
         candidates: opened one after another; "student" must be among them.
         rows: packed held-out rows.
-        window_size: what counts as "beyond the window".
-        missing: names of controls that could not be had.
+        window_size: in tokens, for results "beyond the window".
+        missing: names of controls that are not available.
     """
     reasons: dict[str, str] = {}
     vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
@@ -162,7 +162,7 @@ def measure(
 
     opened = {candidate.name: candidate for candidate in candidates}
     speed = _speed(opened, max_positions, seed, reasons) if "teacher" in opened else []
-    barrier()  # while the main process takes times, the others compute nothing
+    barrier()  # other processes stay idle while the main process measures times
     return Results(
         window_size=window_size,
         measured=list(map(measured, candidates)),
@@ -185,9 +185,8 @@ def measure(
 def _speed(opened: Mapping[str, Candidate], max_positions: int, seed: int, reasons: dict[str, str]) -> list[Speed]:
     """Return the speed of teacher and student on texts of a quarter of the positions and of nearly all of them.
 
-    These lengths include what is generated. Rotary angles that depend on the length of a text may change where a
-    quarter ends, or at the last position, and a state cannot be carried on beyond. A length at which that happens is
-    left out; so is all of it where weights are divided. The reason is put into `reasons`.
+    These lengths include generated tokens. A length is left out, with its reason in `reasons`, if rotary angles change
+    there, since a state cannot continue beyond; all are left out if weights are divided.
     """
     lengths = (max(1, max_positions // 4 - NEW_TOKENS), max_positions - 1 - NEW_TOKENS)
     with opened["teacher"].open() as teacher, opened["student"].open() as student:
@@ -200,12 +199,12 @@ def _speed(opened: Mapping[str, Candidate], max_positions: int, seed: int, reaso
         for length in lengths:
             try:
                 speeds += generation_speed(models, [length], new_tokens=NEW_TOKENS, repeats=3, seed=seed)
-            except UserError as error:  # of the model: the other numbers do not depend on it
+            except UserError as error:  # other measurements do not depend on it
                 reasons["speed"] = f"of prompts of {length} tokens: {error}"
         return speeds
 
 
-# --- the closer look: what the loss does not show ---------------------------------------------------------------------
+# --- measurements besides the loss ------------------------------------------------------------------------------------
 
 
 def _examined(
@@ -217,7 +216,7 @@ def _examined(
     seed: int,
     reasons: dict[str, str],
 ) -> dict[str, Any]:
-    """The sections about the student beside its teacher; why one is missing is put into `reasons`."""
+    """Return the sections that compare the student with its teacher; add to `reasons` why any is missing."""
     rows = rows.spread(max(ENOUGH, config.examined_tokens // rows.input_ids.shape[1]))
     samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
     sampled: dict[str, Any] = {"max_tokens": config.fidelity_tokens, "batch_size": BATCH_SIZE, "seed": seed}
@@ -244,7 +243,7 @@ def _examined(
                     shown=SHOWN,
                     seed=seed,
                 )
-            except UserError as error:  # of the held-out text: the other numbers do not depend on it
+            except UserError as error:  # too little held-out text; other measurements do not depend on it
                 reasons["generations"] = str(error)
         else:
             reasons |= {"agreement": "no teacher at hand", "generations": "no teacher at hand"}

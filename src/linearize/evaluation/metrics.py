@@ -1,7 +1,7 @@
-"""Scores of a model's answers to held-out examples, by name, and the same under resamples of the examples.
+"""Score a model's answers to held-out examples, by metric, and in resamples of the examples.
 
-Every score is better where it is higher. A score that is not defined for some resample (one class only, all values
-equal) is 0 there, as scikit-learn has it.
+Higher scores are better. A score that is not defined for a resample (one class only, all values equal) is 0 there, as
+in scikit-learn.
 
 Axes: E examples, N answers (one or more per example, like the tokens of a sentence), C classes, I drawn examples, S
 bootstrap resamples; in `rank_correlation` K numbers, of H rows or more axes.
@@ -30,19 +30,19 @@ class Answered(Protocol):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of its scores; the first is the one that counts."""
+        """Return the names of its scores; the first is the main one."""
         ...
 
     def __len__(self) -> int:
-        """E."""
+        """Return E, the number of examples."""
         ...
 
     def scores(self, index: Int[Tensor, " I"] | None = None) -> dict[str, float]:
-        """Score by metric, of all examples or of those drawn; one that is drawn twice counts twice."""
+        """Return the score of each metric, over all examples or those drawn; one drawn twice counts twice."""
         ...
 
     def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
-        """1 where both answer an example alike, a share where it has several answers; None where that means nothing."""
+        """Return the share of equal answers by example; None: the answers are values."""
         ...
 
 
@@ -52,7 +52,7 @@ class Predictions:
 
     Args:
         outputs: logits, or the value.
-        example: which example an answer belongs to; examples are drawn, and their answers come along.
+        example: the example of each answer; resamples draw examples with all of their answers.
         metrics: names in `METRICS`.
 
     Raises:
@@ -107,12 +107,12 @@ class Predictions:
 
     @cached_property
     def place(self) -> Int[Tensor, " N"]:
-        """The number of each answer's example among all that have answers, from 0."""
+        """Return the index of each answer's example among all that have answers, from 0."""
         return self.example.cpu().unique(return_inverse=True)[1]
 
     @cached_property
     def classes(self) -> Int[Tensor, " N"]:
-        """The class that each answer names."""
+        """Return the predicted class of each answer."""
         return self.outputs.argmax(dim=1).cpu()
 
     @cached_property
@@ -122,13 +122,13 @@ class Predictions:
 
 @dataclass(frozen=True, eq=False)
 class MaskedTokens:
-    """Tokens of a vocabulary in places of a text: which one is the likeliest, and how likely the right one is.
+    """Predictions of masked tokens in a text.
 
     Args:
-        right: whether the likeliest is the right one.
-        log_likelihood: of the right one, nats.
-        tokens: the likeliest.
-        example: as of `Predictions`.
+        right: whether the most likely token is the right one.
+        log_likelihood: of the right token, in nats.
+        tokens: the most likely token.
+        example: as in `Predictions`.
 
     Raises:
         FloatingPointError: a likelihood is not a finite number.
@@ -149,7 +149,7 @@ class MaskedTokens:
         return int(self.example.max()) + 1
 
     def scores(self, index: Int[Tensor, " I"] | None = None) -> dict[str, float]:
-        """Share that is right; and the geometric mean of likelihoods, minus whose logarithm is the mean loss."""
+        """Return the share of right tokens, and the geometric mean of likelihoods (the mean loss is minus its log)."""
         drawn = torch.arange(len(self)) if index is None else index
         weight = torch.bincount(drawn, minlength=len(self)).double()[self.example]
         accuracy, log = (float(x.double() @ weight / weight.sum()) for x in (self.right, self.log_likelihood))
@@ -169,7 +169,7 @@ class MaskedTokens:
 
 @dataclass(frozen=True, eq=False)
 class Similarities:
-    """A number per example and metric, like the cosine to the teacher's embedding or ROUGE; a score is their mean.
+    """A number per example and metric, such as the cosine to the teacher's embedding or ROUGE; scores are means.
 
     Raises:
         ValueError: no metric, or different numbers of examples.
@@ -202,10 +202,10 @@ class Similarities:
 def bootstrapped(
     answered: Mapping[str, Answered], *, samples: int = 1000, seed: int = 0
 ) -> dict[str, dict[str, Float[Tensor, " S"]]]:
-    """Each model's scores under the same `samples` resamples of the examples, so that differences are paired.
+    """Return each model's scores in the same `samples` resamples of the examples, so that differences are paired.
 
     Raises:
-        ValueError: the models have not answered as many examples, or have other metrics.
+        ValueError: the models' numbers of examples or metrics differ.
         UserError: too few examples (`intervals.resamples`).
     """
     if len({(len(given), given.metrics) for given in answered.values()}) != 1:
@@ -222,23 +222,23 @@ def bootstrapped(
     }
 
 
-# --- formulas: `weight` says how often each answer counts -------------------------------------------------------------
+# --- formulas: `weight` is how often each answer counts ---------------------------------------------------------------
 
 
 def accuracy(found: Predictions, weight: Float[Tensor, " N"]) -> float:
-    """Share of answers that are right."""
+    """Return the share of right answers."""
     return _ratio(float(weight[found.classes == found.truth].sum()), float(weight.sum()))
 
 
 def f1(found: Predictions, weight: Float[Tensor, " N"]) -> float:
-    """2 right / (named + true): of class 1 where there are two, else the mean of the classes that occur."""
+    """Return F1, 2 right / (named + true): of class 1 if there are two, else the mean over classes that occur."""
     right, named, true = _counts(found, weight)
     classes = [1] if len(right) == 2 else (named + true).nonzero().flatten().tolist()
     return sum(_ratio(float(2 * right[c]), float(named[c] + true[c])) for c in classes) / max(1, len(classes))
 
 
 def matthews(found: Predictions, weight: Float[Tensor, " N"]) -> float:
-    """Correlation of two ways to sort into classes (Gorodkin 2004); for two classes Matthews' coefficient."""
+    """Return the correlation of two classifications (Gorodkin 2004); for two classes, Matthews' coefficient."""
     right, named, true = _counts(found, weight)
     total = weight.sum()
     covariance = right.sum() * total - named @ true
@@ -247,7 +247,7 @@ def matthews(found: Predictions, weight: Float[Tensor, " N"]) -> float:
 
 
 def spearman(found: Predictions, weight: Float[Tensor, " N"]) -> float:
-    """Pearson's correlation of the ranks."""
+    """Return Spearman's rank correlation of outputs and true values."""
     drawn = torch.arange(len(weight)).repeat_interleave(weight.long())
     x, y = found.outputs[:, 0].cpu()[drawn], found.truth[drawn]
     return float(rank_correlation(x, y, torch.ones(len(drawn), dtype=torch.bool)))
@@ -256,7 +256,7 @@ def spearman(found: Predictions, weight: Float[Tensor, " N"]) -> float:
 def rank_correlation(
     x: Float[Tensor, "*H K"], y: Float[Tensor, "*H K"], seen: Bool[Tensor, "*C K"]
 ) -> Float[Tensor, "*H"]:
-    """Spearman's rho over the numbers that are seen; equal ones share their mean rank; 0 where all are equal."""
+    """Return Spearman's rho over the numbers where `seen`; equal ones share their mean rank; 0 if all are equal."""
     count = seen.sum(-1, keepdim=True)
     # The mean of the ranks 0 .. count - 1 is the same with and without ties.
     x, y = ((_ranks(z, seen) - (count - 1) / 2) * seen for z in (x, y))
@@ -265,7 +265,7 @@ def rank_correlation(
 
 
 def _ranks(x: Float[Tensor, "*H K"], seen: Bool[Tensor, "*C K"]) -> Float[Tensor, "*H K"]:
-    """Ranks from 0 up among the numbers that are seen."""
+    """Return ranks from 0 among the numbers where `seen`; equal ones share their mean rank."""
     x = x.masked_fill(~seen, torch.inf).contiguous()
     ordered = x.sort(-1).values
     first, behind = (torch.searchsorted(ordered, x, right=right) for right in (False, True))
@@ -273,7 +273,7 @@ def _ranks(x: Float[Tensor, "*H K"], seen: Bool[Tensor, "*C K"]) -> Float[Tensor
 
 
 METRICS: dict[str, Score] = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "spearman": spearman}
-RANKS = frozenset({"spearman"})  # those for real labels
+RANKS = frozenset({"spearman"})  # metrics for real labels
 TITLES = {
     "accuracy": "accuracy",
     "f1": "F1",
@@ -293,7 +293,7 @@ def title(metric: str) -> str:
 
 
 def _counts(found: Predictions, weight: Float[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
-    """By class: how often it is named and right, how often it is named, how often it is true."""
+    """Return for each class how often it is named and right, how often named, and how often true."""
     size = found.outputs.shape[1]
     right = weight * (found.classes == found.truth)
     pairs = ((found.classes, right), (found.classes, weight), (found.truth, weight))

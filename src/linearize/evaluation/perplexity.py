@@ -1,4 +1,4 @@
-"""Loss per token, its mean and its interval.
+"""Compute the loss per token, its mean and its interval.
 
 Axes: N rows (packed sequences), L tokens per row, B rows per forward pass, V vocabulary. Losses are in nats per token;
 perplexity is e^loss.
@@ -27,23 +27,23 @@ _CHUNK_ELEMENTS = 2**24  # largest fp32 copy of logits at a time: 64 MiB
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Entry [n, t] is about predicting token t of row n from the tokens before it. All on the CPU."""
+    """Losses by token: entry [n, t] is that of predicting token t of row n from the tokens before it. On the CPU."""
 
     loss: Float[Tensor, "N L"]  # finite everywhere; counts only where the mask is True
     mask: Bool[Tensor, "N L"]
     position: Int[Tensor, "N L"]  # of token t in its document, 0-based
-    document: Int[Tensor, "N L"]  # a number of token t's document; one that spans rows has the same in all
+    document: Int[Tensor, "N L"]  # number of token t's document, equal in all rows that the document spans
 
     def where(self, chosen: Bool[Tensor, "N L"]) -> TokenLosses:
-        """These tokens alone."""
+        """Return the losses of the chosen tokens alone."""
         return replace(self, mask=self.mask & chosen)
 
     def beyond(self, window_size: int) -> TokenLosses:
-        """Only tokens whose query has keys beyond the window: the query that predicts position p stands at p - 1."""
+        """Return losses of tokens whose query, at one position before, has keys beyond the window."""
         return self.where(self.position > window_size)
 
     def beyond_missing(self, window_size: int) -> str | None:
-        """Why there is no interval beyond the window, or None where there is one."""
+        """Return why there is no interval beyond the window; None: there is one."""
         found = self.beyond(window_size).documents
         if found >= ENOUGH:
             return None
@@ -62,10 +62,10 @@ class TokenLosses:
 
 @dataclass(frozen=True)
 class Quality:
-    """Held-out loss over all tokens, and over those that stand beyond the window (None where `beyond_missing`).
+    """Held-out loss over all tokens, and over those beyond the window (None if `beyond_missing`).
 
     Attributes:
-        documents, documents_beyond: how many the intervals rest on; None if that was not counted.
+        documents, documents_beyond: number of documents of the intervals; None: not counted.
     """
 
     loss: Interval
@@ -91,9 +91,9 @@ class Quality:
 
 
 def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: str = "loss") -> TokenLosses:
-    """Cross-entropy of every predicted token, in fp32, `batch_size` rows per forward pass.
+    """Return the cross-entropy of every predicted token, in fp32, with `batch_size` rows per forward pass.
 
-    Several processes share the batches, and all get the result.
+    Several processes divide the batches, and all get the result.
 
     Raises:
         FloatingPointError: a predicted token's loss is not a finite number.
@@ -108,14 +108,14 @@ def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: 
                 loss[index] = _cross_entropy(logits, rows.labels[index].to(device)).cpu()
     loss = put_together(loss)
     mask = (rows.labels != IGNORED).cpu()
-    mask[:, 0] = False  # nothing stands before the first token
+    mask[:, 0] = False  # no token precedes the first
     if bad := int((~loss.isfinite()).sum()):
         raise FloatingPointError(f"{title}: the loss of {bad} of {int(mask.sum())} tokens is not a finite number")
     return TokenLosses(loss, mask, rows.position_ids.cpu(), rows.documents.cpu())
 
 
 def _cross_entropy(logits: Float[Tensor, "B L V"], labels: Int[Tensor, "B L"]) -> Float[Tensor, "B L"]:
-    """The loss at t is that of the logits at t - 1; 0 where there is no label. Chunked: logits may be in bf16."""
+    """Return losses, at t that of the logits at t - 1; 0 without a label. In chunks, which limit fp32 copies."""
     loss = torch.zeros(labels.shape, device=labels.device)
     chunk = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
     for row in range(len(logits)):
@@ -128,18 +128,18 @@ def _cross_entropy(logits: Float[Tensor, "B L V"], labels: Int[Tensor, "B L"]) -
 
 
 def bootstrap(losses: TokenLosses, *, samples: int = 1000, seed: int = 0) -> Interval:
-    """Mean loss per token, with its interval over resampled documents."""
+    """Return the mean loss per token, with its interval over resampled documents."""
     return intervals([losses.totals()], samples=samples, seed=seed)[0]
 
 
 def paired_difference(a: TokenLosses, b: TokenLosses, *, samples: int = 1000, seed: int = 0) -> Interval:
-    """Mean of a - b on the same tokens."""
+    """Return the mean of a - b on the same tokens, with its interval."""
     require_same_tokens(a, b)
     return paired_interval(a.totals(), b.totals(), samples=samples, seed=seed)
 
 
 def require_same_tokens(*losses: TokenLosses) -> None:
-    """Raises ValueError unless all were measured on the same tokens of the same rows."""
+    """Raise ValueError unless all were measured on the same tokens of the same rows."""
     first = losses[0]
     parts = ("mask", "position", "document")
     if not all(torch.equal(getattr(first, part), getattr(x, part)) for x in losses for part in parts):

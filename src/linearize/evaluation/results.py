@@ -1,4 +1,4 @@
-"""The results of an evaluation: everything that is measured of a student beside its teacher and its controls."""
+"""The results of an evaluation: all measurements of a student, its teacher and its controls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from linearize.evaluation.scores import TaskScores
 from linearize.evaluation.shares import KeptGain
 from linearize.evaluation.timings import Crossover, Speed, Spread
 
-NEAR = 64  # tokens: the last ones of a query, its own included
+NEAR = 64  # the last tokens of a query, its own included
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Reading:
 
     Attributes:
         model: "teacher" or "student".
-        prefill: `STREAMING` or `FULL`; None of a teacher.
+        prefill: `STREAMING` or `FULL`; None for a teacher.
         loss: of the text after the contexts.
-        difference: the loss minus the teacher's, paired by rows; None of the teacher, and without one.
-        needles: share of the questions that greedy decoding answers. None where no needle fits the contexts.
+        difference: the loss minus the teacher's, paired by rows; None for the teacher, and without one.
+        needles: share of the questions that greedy decoding answers; None: no needle fits the contexts.
         prefill_seconds: of one context.
         decode_seconds: of one generated token after context and continuation.
-        cache_bytes: held after one context.
+        cache_bytes: of the cache after one context.
     """
 
     model: str
@@ -48,7 +48,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ShortEvaluation:
-    """The short evaluation of a student: sizes in tokens, and one reading for each model and way to read."""
+    """The short evaluation of a student: sizes in tokens, and one `Reading` for each model and kind of prefill."""
 
     context: int
     continuation: int
@@ -77,7 +77,7 @@ class LayerFidelity:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """The output errors of every converted layer, in order, and how many tokens they were measured on."""
+    """The output errors of every converted layer, in order, and the number of tokens on which they were measured."""
 
     tokens: int
     layers: list[LayerFidelity]
@@ -98,7 +98,7 @@ class AttentionStatistics:
         sink_heads: query heads whose mean weight on the first token is more than one half.
         heads: query heads of all layers together.
         beyond_near: weight on keys before the last `NEAR` tokens, except the first token of the row.
-        queries: how many queries of each head are counted.
+        queries: number of queries of each head.
     """
 
     entropy: float
@@ -132,13 +132,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The data that a measurement rests on.
+    """The command, versions and data of a measurement.
 
     Attributes:
-        command: what the user typed; None where there was no command line.
+        command: the user's command line; None: there was none.
         data: sha256 of the dataset's tokens.
         tokens: of the held-out rows.
-        seconds: that the measurement took.
+        seconds: duration of the measurement.
     """
 
     command: str | None
@@ -151,11 +151,14 @@ class Provenance:
 
 
 class Results(Record):
-    """All results, by section of evaluation.json; None or empty where there are none.
+    """All results, by section of evaluation.json; None or empty: not measured.
 
-    A language model has the `short` evaluation, or the long one: losses (`measured`) and all that follows them. A model
-    whose answers are scored has a `task`. `missing`: labels of controls that could not be had. `not_measured`: reasons,
-    by section.
+    A language model has the `short` evaluation, or the long one: losses (`measured`) and the sections after them. A
+    model whose answers are scored has a `task`.
+
+    Attributes:
+        missing: labels of controls that are not available.
+        not_measured: reasons, by section.
     """
 
     window_size: int | None = None
@@ -180,5 +183,5 @@ class Results(Record):
 
     @property
     def empty(self) -> set[str]:
-        """The names of the sections that hold nothing."""
+        """Return the names of the empty sections."""
         return {name for name, value in self if not value}

@@ -1,16 +1,14 @@
-"""Can a model still fetch what it has read, from within the window and from beyond it? Tests with right answers.
+"""Test whether a model can retrieve facts from within the window and from beyond it.
 
-Each is a grid of cells: the rows are distances, the columns depend on the task. `retrieval_tests` makes the token rows
-of every cell once; `answer` lets one model at a time answer them; `retrieval_result` compares the models. What copying
-random tokens shows is in `copying`.
+Each test is a grid of cells: rows are distances, columns depend on the task. `retrieval_tests` makes the token rows of
+every cell once; `answer` runs one model on them; `retrieval_result` compares the models. `copying` has a further test.
 
-Distance, for every task: the answer stands in the text twice, where it is given and where it is asked for, and the
-distance is the number of tokens from the one to the other. So the query that has to name it stands `distance` - 1 after
-the token to be named, and a distance greater than the window is beyond the window (of one layer: over several layers,
-a window passes things on a little further).
+In every task the answer is in the text twice, in the fact and after the question. The distance is the number of tokens
+from one to the other. So the query that has to predict it is `distance` - 1 tokens after it, and a distance greater
+than the window is beyond the window of one layer (several layers with windows reach a little further).
 
-No text is generated for the tests. An answer counts as right where each of its tokens is the most likely one, given the
-right ones before: exactly the answers that greedy decoding gives.
+No text is generated. An answer counts as right if each of its tokens is the most likely one, given the right ones
+before: these are the answers of greedy decoding.
 
 Axes: N trials of a cell, B of them per forward pass, L tokens of the longest, S and T tokens of filler, V ordinary
 tokens.
@@ -39,7 +37,7 @@ from linearize.data.splits import ENOUGH
 from linearize.distributed import put_together, shard_batches
 from linearize.evaluation.intervals import Interval, Totals, require_shape, resample
 
-# A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
+# If the teacher exceeds the floor by less than this, the student's share of the difference has no meaning.
 NEGLIGIBLE = 0.05
 
 _FILLER = (
@@ -58,26 +56,27 @@ Answers = dict[Cell, Float[Tensor, " N"]]
 
 @dataclass(frozen=True)
 class Setting:
-    """The material of all cells."""
+    """The texts, sizes and seed of all cells."""
 
     tokenizer: Tokenizer
     vocabulary: Int[Tensor, " V"]  # ordinary tokens
-    filler: Int[Tensor, " S"]  # a text of few sentences, to be repeated
-    haystack: Int[Tensor, " T"]  # a long text, to hide the needle in
+    filler: Int[Tensor, " S"]  # a text of a few sentences, which is repeated
+    haystack: Int[Tensor, " T"]  # a long text in which the needle is hidden
     max_positions: int
     trials: int
     seed: int
 
     def generator(self, stream: str) -> torch.Generator:
-        """One stream per cell, so that no cell depends on what another one drew."""
+        """Return a generator for a stream; each cell has its own stream, so cells do not depend on each other."""
         return torch.Generator().manual_seed(random.Random(f"{stream} {self.seed}").getrandbits(63))
 
 
 @dataclass(frozen=True)
 class Trials:
-    """The rows of one cell. `question` is the 1-based number of the question whose answer a token belongs to, else 0.
+    """The rows of one cell.
 
-    Every row has the same questions. Rows shorter than the longest are padded at the end, where nothing looks.
+    `question` is the number, from 1, of the question whose answer contains the token, else 0. Every row has the same
+    questions. Shorter rows are padded at the end, which no answer reads.
     """
 
     input_ids: Int[Tensor, "N L"]
@@ -87,7 +86,7 @@ class Trials:
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """A kind of question; `make(setting, distance, column value)` gives None where the cell is impossible."""
+    """A kind of question; `make(setting, distance, column value)` returns None if the cell is impossible."""
 
     name: str
     words: str
@@ -116,11 +115,16 @@ class RetrievalTest:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """One task: who is right how often, and how much of the teacher's ability beyond the window the student has.
+    """The result of one task.
 
-    `teacher_share` and `student_share` are over all cells beyond the window; None where there are too few, or no
-    teacher. `floor`: what is right without reading beyond the window, in `models["window"]` or, where that was not
-    measured, by blind guessing. `recovery`: None where the teacher does not beat it for certain.
+    Attributes:
+        models: by model, the share of right answers by row and column.
+        teacher_share, student_share: of right answers over all cells beyond the window; None: there are too few, or no
+            teacher.
+        floor: share of right answers without reading beyond the window: that of the window-only control, or of blind
+            guessing if it was not measured.
+        recovery: share of the teacher's ability above the floor that the student has; None: the interval of the
+            teacher's does not exclude a negligible one.
     """
 
     name: str
@@ -155,14 +159,13 @@ def retrieval_tests(
     seed: int = 0,
     haystack: Int[Tensor, "N L"] | None = None,
 ) -> list[RetrievalTest]:
-    """The tests of `TASKS`, the same for every model that uses this tokenizer.
+    """Return the tests of `TASKS`, equal for all models with this tokenizer.
 
     Args:
-        window_size: what counts as "beyond the window".
-        max_positions: no row is longer.
-        trials: rows per cell; more, where one distance beyond the window would leave too few for an interval.
-        haystack: token ids of held-out text to hide the needle in; without it, the pass key's filler.
-
+        window_size: in tokens, for results "beyond the window".
+        max_positions: the most tokens of a row.
+        trials: rows per cell; more if an interval beyond the window needs them.
+        haystack: token ids of held-out text in which the needle is hidden; None: the pass key's filler.
     """
     far = sum(distance > window_size for distance in distances(window_size, max_positions))
     trials = max(trials, -(-ENOUGH // max(1, far)))
@@ -181,7 +184,7 @@ def retrieval_tests(
 
 
 def distances(window_size: int, max_positions: int) -> tuple[int, ...]:
-    """Half the window; then 2, 4, 8 and 16 windows where they leave room, or else the one distance in between."""
+    """Return half the window; then 2, 4, 8 and 16 windows if they fit, else one distance beyond the window."""
     beyond = [window_size * 2**i for i in range(1, 5) if window_size * 2**i <= max_positions * 3 // 4]
     within = [window_size // 2] if window_size // 2 > 0 else []
     return (*within, *(beyond or [(window_size + max_positions) // 2]))
@@ -199,10 +202,10 @@ def _needle(setting: Setting, distance: int, depth: Column) -> Trials | None:
 def _hidden(
     setting: Setting, filler: Int[Tensor, " S"], cue: str, answers: Sequence[str | int], distance: int, depth: Column
 ) -> Trials | None:
-    """Filler with a line "`cue` answer" hidden in it, and at the end the line "`cue`", for the model to complete.
+    """Return filler with a hidden line "`cue` answer", followed by the line "`cue`", which the model has to complete.
 
-    `depth` is the share of the filler that stands before the hidden line. Filler is cut between tokens, so that the
-    distance is exact whatever the tokenizer; a base model needs no more than to see that a line begins again.
+    `depth` is the share of the filler before the hidden line. Filler is cut between tokens, so that the distance is
+    exact for every tokenizer.
     """
     generator = setting.generator(f"{cue} {distance} {depth}")
     rows: list[list[int]] = []
@@ -229,13 +232,13 @@ def _hidden(
 
 
 def _associative_recall(setting: Setting, distance: int, pairs: Column) -> Trials | None:
-    """Pairs of random tokens, filler, and `distance` after their start every second pair again.
+    """Return pairs of random tokens, filler, and every second pair again, `distance` tokens after their start.
 
-    The tokens of the pairs differ from each other, and filler is none of them: after each key, one answer is right.
+    All tokens of the pairs differ, and filler has none of them, so each key has one right answer.
     """
     place = torch.arange(2 * int(pairs))
-    # Every second pair is not asked for. Filler in its place keeps all distances the same, and leaves nothing but the
-    # key to tell the answer: in a plain repetition, the pair before would tell it too.
+    # Filler in place of every second pair keeps all distances equal. In a plain repetition, the pair before a key would
+    # also predict the answer.
     again, question = place // 2 % 2 == 0, torch.where(place % 4 == 1, place // 4 + 1, 0)
     vocabulary, size = setting.vocabulary, len(question)
     start = opening_tokens(setting.tokenizer)
@@ -260,19 +263,19 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def opening_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the token that opens a text (BOS); none where the tokenizer has none."""
+    """Return the token that opens a text (BOS), in a list; empty if the tokenizer has none."""
     return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]  # type: ignore[arg-type]
 
 
 def split_tokens(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
-    """The tokens of `before + after` in two parts; one that reaches across the border belongs to the second."""
+    """Return the tokens of `before + after` in two parts; a token across the border belongs to the second."""
     whole, alone = encode(tokenizer, before + after), encode(tokenizer, before)
     common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(whole, alone, strict=False))))
     return whole[:common], whole[common:]
 
 
 # The pass key: Mohtashami and Jaggi, arXiv 2305.16300. Associative recall with many questions: Zoology, arXiv
-# 2312.04927; a model that was not trained for it can only do it by induction, so the format is the plainest there is.
+# 2312.04927; models that were not trained for it need induction, so the format is as simple as possible.
 _DEPTH = "depth: the share of the filler before it (0: the text begins with it)"
 _PASSKEY = f"a five-digit number on its own line in filler text, and a question for it at the end; {_DEPTH}"
 _NEEDLE = f"a line of words in other text, and a question for its last two words at the end; {_DEPTH}"
@@ -294,7 +297,7 @@ def answer(model: nn.Module, test: RetrievalTest, *, batch_size: int, title: str
     """Run one model over all cells of a test, `batch_size` trials per forward pass; processes share the batches.
 
     Raises:
-        FloatingPointError: the model gives logits that are not a number.
+        FloatingPointError: a logit is NaN.
     """
     shares = {cell: torch.zeros(len(trials.question), dtype=torch.float64) for cell, trials in test.cells.items()}
     work = [(cell, some) for cell, share in shares.items() for some in torch.arange(len(share)).split(batch_size)]
@@ -309,11 +312,11 @@ def answer(model: nn.Module, test: RetrievalTest, *, batch_size: int, title: str
 
 
 def _share_right(model: nn.Module, input_ids: Int[Tensor, "B L"], question: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
-    """A question is right where all tokens of its answer are."""
+    """Return each row's share of questions for which all tokens of the answer are right."""
     first = int((question > 0).any(dim=0).nonzero()[0])
     asked = input_ids.shape[1] - first
     positions = torch.arange(input_ids.shape[1] - 1, device=input_ids.device).expand(len(input_ids), -1)
-    # Logits from the first question on only: those of a whole text, times the vocabulary, would fill the memory.
+    # Logits from the first question on only: those of a whole text would need too much memory.
     output = model(input_ids=input_ids[:, :-1], position_ids=positions, use_cache=False, logits_to_keep=asked)
     logits = output.logits[:, -asked:]
     if logits.isnan().any():
@@ -330,13 +333,13 @@ def _share_right(model: nn.Module, input_ids: Int[Tensor, "B L"], question: Int[
 def retrieval_result(
     test: RetrievalTest, answers: Mapping[str, Answers], *, samples: int = 1000, seed: int = 0
 ) -> Retrieval:
-    """Models side by side, and the share of the teacher's ability beyond the window that the student has.
+    """Compare models, and compute the share of the teacher's ability beyond the window that the student has.
 
-    recovery = (student - floor) / (teacher - floor), over all trials beyond the window. The floor is the
-    teacher confined to its window ("window", the untrained control), or blind guessing where that was not measured.
+    recovery = (student - floor) / (teacher - floor), over all trials beyond the window. The floor is the teacher with a
+    window only ("window", the untrained control), or blind guessing if that was not measured.
 
     Args:
-        answers: of every candidate, by name, all to the same test; "student" must be among them.
+        answers: by candidate, to the same test; "student" must be among them.
     """
     task = test.task
     tables = {}
@@ -363,7 +366,7 @@ def retrieval_result(
     above = Interval.of(mean["teacher"] - floor, draw["teacher"] - floor_draw)
     if above.low <= NEGLIGIBLE:
         return result(teacher, student, floor.item(), None)
-    # The few draws where the teacher happens to be no better than the floor would divide by zero.
+    # In a few draws the teacher may be no better than the floor; the clamp avoids a division by zero.
     gain = (draw["teacher"] - floor_draw).clamp(min=NEGLIGIBLE)
     recovery = Interval.of((mean["student"] - floor) / (mean["teacher"] - floor), (draw["student"] - floor_draw) / gain)
     return result(teacher, student, floor.item(), recovery)

@@ -1,4 +1,4 @@
-"""A student's scores at its task, beside its teacher and its controls."""
+"""Score a student, its teacher and its controls at their task."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OTHERS = (
     "equal_finetuned",
     "exact_finetuned",
     "ablated",
-)  # what the student is compared with, where at hand
-LEAST_SCORE = 1e-3  # of the teacher: what is below is no score of which the student could have a share
+)  # candidates with which the student is compared, if available
+LEAST_SCORE = 1e-3  # teacher's score below which the student's share of it has no meaning
 
 Draws = dict[str, dict[str, Float[Tensor, " S"]]]
 Scores = Mapping[str, Mapping[str, float]]
@@ -33,9 +33,9 @@ Scores = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Scored:
-    """One candidate: scores by metric; `agreement`: share of answers that are the teacher's.
+    """Scores of one candidate by metric, and the share of its answers that equal the teacher's.
 
-    The agreement is None for the teacher itself, without one, and where answers are not alike or unlike (values).
+    `agreement` is None for the teacher itself, without a teacher, and if answers are values.
     """
 
     name: str
@@ -59,11 +59,11 @@ class TaskScores:
     """Scores of all candidates at one task.
 
     Attributes:
-        type, auto_class, pipeline_tag: which kind of task, and what transformers and the hub call a model for it.
-        metrics: the first is the one that counts; all are better where higher.
-        examples: how many the scores rest on.
-        scored: candidates in the order in which they were given.
-        recovery: the student's score over the teacher's; None where the teacher's is not above 0 for certain.
+        type, auto_class, pipeline_tag: the kind of task, and its names in transformers and on the hub.
+        metrics: the first is the main one; higher is better for all.
+        examples: number of held-out examples.
+        scored: candidates in the given order.
+        recovery: the student's score over the teacher's; None: the interval of the teacher's includes 0.
     """
 
     type: str
@@ -84,11 +84,11 @@ def score_task(
     samples: int,
     seed: int,
 ) -> TaskScores:
-    """Scores of every candidate on the same examples.
+    """Return the scores of every candidate on the same examples.
 
     Args:
         candidates: opened one after another; "student" must be among them.
-        answer: runs a model over the held-out examples; the text is what a progress bar may say.
+        answer: runs a model over the held-out examples; its text is the title of a progress bar.
 
     Raises:
         UserError: too few examples.
@@ -140,6 +140,6 @@ def _difference(scores: Scores, draws: Draws, other: str, metric: str) -> ScoreD
 
 
 def _recovery(scores: Scores, draws: Draws, metric: str) -> Interval:
-    # The few resamples where the teacher happens to score nothing would divide by zero.
+    # In a few resamples the teacher may score 0; the clamp avoids a division by zero.
     ratio = draws["student"][metric] / draws["teacher"][metric].clamp(min=LEAST_SCORE)
     return _interval(scores["student"][metric] / scores["teacher"][metric], ratio)

@@ -1,4 +1,4 @@
-"""The share of its teacher's gain from far context that a student retains: on natural text, and in copying."""
+"""Compute the share of the teacher's gain from far context that a student retains, on text and in copying."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from linearize.evaluation.candidates import REFERENCES
 from linearize.evaluation.intervals import Interval, Totals, resample
 from linearize.evaluation.perplexity import TokenLosses, require_same_tokens
 
-# Random tokens get up to 0.15 nats easier with their place in the row although nothing is copied (measured on a small
-# Llama), so a gain counts as copying only well above that.
+# The loss of random tokens decreases by up to 0.15 nats along a row without any copying (measured on a small Llama), so
+# only a gain well above that counts as copying.
 NEGLIGIBLE_COPY_GAIN = 0.25
 
 
@@ -21,8 +21,9 @@ NEGLIGIBLE_COPY_GAIN = 0.25
 class KeptGain:
     """The gains of teacher and student in nats per token, and the student's gain divided by the teacher's.
 
-    `share`: None where the teacher's gain is not above a negligible one for certain. `against`: which of `REFERENCES`
-    the gains are measured by; None for copying, where everyone is measured by itself.
+    Attributes:
+        share: None: the interval of the teacher's gain includes a negligible gain.
+        against: the pair of `REFERENCES` from which gains are measured; None for copying, which needs no reference.
     """
 
     teacher_gain: Interval
@@ -38,7 +39,7 @@ class KeptGain:
 def kept_copying(
     teacher: Sequence[Totals], student: Sequence[Totals], *, samples: int = 1000, seed: int = 0
 ) -> KeptGain:
-    """The gain is the loss on a first copy minus that on the second (`copy_losses`), of both on the same rows."""
+    """Return the gains in copying: the loss on the first copy minus that on the second (`copy_losses`)."""
     mean, draws = resample([*teacher, *student], samples=samples, seed=seed)
     return _kept(mean[0::2] - mean[1::2], draws[:, 0::2] - draws[:, 1::2], NEGLIGIBLE_COPY_GAIN)
 
@@ -46,9 +47,9 @@ def kept_copying(
 def kept_far_context(
     losses: Mapping[str, TokenLosses], window_size: int, *, samples: int = 1000, seed: int = 0
 ) -> KeptGain | None:
-    """(window - student) / (window - teacher) on the tokens beyond the window, by the best of `REFERENCES`.
+    """Return the share (window - student) / (window - teacher) of losses beyond the window, by the first `REFERENCES`.
 
-    None where none of them was measured, and where the text has too little beyond the window.
+    None: none of them was measured, or the text has too few tokens beyond the window.
 
     Raises:
         ValueError: the models were not measured on the same tokens.
@@ -64,7 +65,7 @@ def kept_far_context(
 
 
 def _kept(gains: Float[Tensor, " 2"], draws: Float[Tensor, "S 2"], negligible: float) -> KeptGain:
-    """From the gains of (teacher, student), and the same under resamples."""
+    """Return the result from the gains of (teacher, student), and their gains in resamples."""
     teacher, student = Interval.of(gains[0], draws[:, 0]), Interval.of(gains[1], draws[:, 1])
     measurable = teacher.low > negligible
     share = Interval.of(gains[1] / gains[0], draws[:, 1] / draws[:, 0]) if measurable else None

@@ -1,11 +1,9 @@
-"""Measure in a few minutes what a conversion keeps: the loss of a continuation, needles, speed and memory.
+"""Measure a conversion in a few minutes: the loss of a continuation, needles, speed and memory.
 
 The teacher and the student read the same contexts, each in one call. A student reads them in both ways: by streaming,
 and in full (`config.prefill`). Each context has one needle (`evaluation.continuation`). From the state after the
-context, one call reads the text that follows, and one the question for the needle. The models take turns, so that a
-machine that slows down slows all of them.
-
-Losses are in nats per token.
+context, one call reads the following text, and one the question for the needle. The models alternate, so that a slower
+machine affects all of them. Losses are in nats per token.
 """
 
 # The types of torch and transformers are incomplete.
@@ -47,7 +45,7 @@ from linearize.hf.prefill import FULL, STREAMING
 
 ROWS = ENOUGH  # contexts
 TIMED_ROWS, NEW_TOKENS = 4, 8  # contexts after which generation is timed, and tokens generated after each
-LEAST = 16  # tokens of a context
+LEAST = 16  # the least tokens of a context
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class Passage:
 def passages(ids: Sequence[int], tokenizer: Tokenizer, *, context: int, max_positions: int, seed: int) -> list[Passage]:
     """Return `ROWS` passages that do not overlap, with a needle each, at depths evenly spread over `DEPTHS`.
 
-    They are shorter than asked for where the text or the model's positions require it. Where the needle would be more
-    than half of a context, there is none.
+    They are shorter than requested if the text or the model's positions require it. There is no needle if it would be
+    more than half of a context.
 
     Args:
         ids: token ids of held-out text.
@@ -107,9 +105,9 @@ def measure_short(
     samples: int,
     seed: int,
 ) -> ShortEvaluation:
-    """Measure a student in both ways to read, beside its teacher.
+    """Measure a student with both kinds of prefill, and its teacher.
 
-    Several processes share the passages, and all get the same losses; seconds and bytes are of each process's own.
+    Several processes divide the passages, and all get the same losses; seconds and bytes are each process's own.
 
     Args:
         rows: packed held-out rows, read as one text.
@@ -156,7 +154,7 @@ def measure_short(
         if teacher is not None and turn > 0:
             paired = loss_difference(scores[turn], scores[0], **resampling)
         share = wilson(int(scores[turn].found.sum()), needles) if needles else None
-        # The first one warms up. Processes that share the weights wait for each other: these are no times of a model.
+        # The first one warms up. Processes that divide weights wait for each other, so their times are not reported.
         prefill, decode = (None if divided else Spread.of(x[1:] or x) for x in (prefills[turn], decodes[turn]))
         mean = scores[turn].mean_loss(**resampling)
         return Reading(name, way, mean, paired, share, prefill, decode, cache_sizes[turn])
@@ -173,7 +171,7 @@ def measure_short(
 
 @contextmanager
 def reading(model: PreTrainedModel, way: str | None) -> Generator[None, None, None]:
-    """Let a student read its first call in this way inside the block. None leaves the model as it is."""
+    """Set a student's `config.prefill` in the `with` block; None: change nothing."""
     config: Any = model.config
     if way is None:
         yield

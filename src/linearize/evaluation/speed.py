@@ -1,4 +1,4 @@
-"""Seconds and bytes of generation by teacher and student, which take turns in one process."""
+"""Measure seconds and bytes of generation by teacher and student, which alternate in one process."""
 
 # The types of torch and transformers are incomplete.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -28,18 +28,18 @@ from linearize.data.rows import inference
 from linearize.evaluation.timings import Bench, Crossover, Speed, Spread
 from linearize.hf.compiled import decoding, is_compiled
 
-# Compiled steps that are not counted: by then CUDA graphs know where the tensors of a new cache lie.
+# First compiled steps, which are not counted: CUDA graphs record the addresses of a new cache in them.
 _RECORDING = 2
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """The most bytes that `call` holds at once on a device beyond what stood before it."""
+    """Return the peak bytes that `call` allocates on a device, beyond those allocated before it."""
     if torch.device(device).type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its start and stop on standard error
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports its start and stop on standard error
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     with tempfile.TemporaryDirectory() as folder:
@@ -62,14 +62,13 @@ def generation_speed(
     repeats: int = 5,
     seed: int = 0,
 ) -> list[Speed]:
-    """Time prefill and greedy decoding of random prompts; one uncounted run first, then `repeats` counted ones.
+    """Time prefill and greedy decoding of random prompts: one uncounted run first, then `repeats` counted ones.
 
-    The models take turns, in alternating order, so that a machine that slows down slows all of them. The uncounted run
-    gives the bytes. The steps of models that `compile_steps` was given are compiled in it, for each batch size and
-    length anew.
+    The models alternate, so that a slower machine affects all of them. The uncounted run measures bytes, and compiles
+    the steps of models that were given to `compile_steps`, for each batch size and length.
 
     Returns:
-        By batch size, then by length, then by model, as given.
+        A list by batch size, then by length, then by model in the given order.
 
     Raises:
         UserError: a model with learned positions has too few of them.
@@ -83,7 +82,7 @@ def generation_speed(
     for batch_size, length in progress([*product(batch_sizes, prompt_lengths)], "speed"):
         prompts = torch.randint(vocab_size, (batch_size, length), generator=generator)
         if any(map(is_compiled, models.values())):
-            torch.compiler.reset()  # or graphs would be of any length, and soon there would be too many
+            torch.compiler.reset()  # else graphs would have dynamic lengths, and their number would reach a limit
         held = {name: _bytes(models[name], prompts, new_tokens) for name in turns[0]}
         seconds: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         for repeat in range(1, repeats + 1):
@@ -107,7 +106,7 @@ def bench(
     repeats: int,
     seed: int,
 ) -> Bench:
-    """Time both models in one process, in turns, on random prompts.
+    """Time both models in one process, alternating, on random prompts.
 
     Raises:
         UserError: a size, length or count is not positive, or a model with learned positions has too few of them.
@@ -131,7 +130,7 @@ def _setting(model: PreTrainedModel) -> str:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of memory that the tensors of a Hugging Face cache keep alive, whole storages and each counted once."""
+    """Return the bytes of the storages that the tensors of a transformers cache use, each storage counted once."""
     storages: dict[tuple[torch.device, int], int] = {}
     for layer in cache.layers:
         for tensor in _tensors(vars(layer)):
@@ -144,14 +143,14 @@ def cache_bytes(cache: Cache) -> int:
 def _generation(
     model: PreTrainedModel, slots: int
 ) -> Generator[tuple[Callable[[Int[Tensor, "B T"]], Int[Tensor, "B 1"]], Cache], None, None]:
-    """Greedy decoding with a cache: a function from new tokens to the next one, and the cache that it fills."""
+    """Yield a function from new tokens to the next greedy token, and the cache that it fills."""
     with inference(model):
         step, cache = decoding(model, slots)
         forward: Callable[..., Any] = model  # of the prompt; steps come after it
 
         def next_token(tokens: Int[Tensor, "B T"]) -> Int[Tensor, "B 1"]:
             nonlocal forward
-            # As in generate(): no logits of the prompt but the last, which would dominate at long lengths.
+            # As in generate(), only the last logits: those of all tokens would dominate the time at long lengths.
             output = forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             forward = step
             return output.logits[:, -1:].argmax(dim=-1)
@@ -160,7 +159,7 @@ def _generation(
 
 
 def _seconds(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int) -> tuple[float, float]:
-    """Seconds of prefill, and of a step on the way to `new_tokens` tokens."""
+    """Return the seconds of prefill, and of a step, as the mean over `new_tokens` steps."""
     prompts = prompts.to(model.device)
     uncounted = min(_RECORDING, new_tokens - 1) if is_compiled(model) else 0
     with _generation(model, prompts.shape[1] + new_tokens) as (next_token, _):
@@ -175,16 +174,16 @@ def _seconds(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: in
 
 
 def _bytes(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int) -> tuple[int, int, float | None]:
-    """Bytes of the cache after prompts and `new_tokens` tokens, and the most held at once during the prefill.
+    """Return the bytes of the cache after all tokens, the peak of the prefill, and the seconds of the first step.
 
-    Also the seconds of the first step, if it is compiled.
+    The seconds are None if steps are not compiled.
     """
     prompts = prompts.to(model.device)
     with _generation(model, prompts.shape[1] + new_tokens) as (next_token, _):
-        next_token(prompts)  # what is kept from then on is not of this prefill
+        next_token(prompts)  # memory that stays allocated after the first call does not count
     with _generation(model, prompts.shape[1] + new_tokens) as (next_token, cache):
         first: list[Tensor] = []
-        replaced = list(cache.layers)  # by linearized ones: the profiler complains of what was there before it and goes
+        replaced = list(cache.layers)  # kept alive: the profiler warns about memory that it did not see allocated
         peak = peak_bytes(lambda: first.append(next_token(prompts)), model.device)
         del replaced
         start = time.perf_counter()
@@ -196,14 +195,14 @@ def _bytes(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int)
 
 
 def now() -> float:
-    """Return the time in seconds, once everything that was started on a GPU is done."""
+    """Return the time in seconds, after all work that was started on a GPU is done."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # kernels run behind the program's back
+        torch.cuda.synchronize()  # kernels run asynchronously
     return time.perf_counter()
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """All tensors in nested dicts, sequences and dataclasses."""
+    """Yield all tensors in nested dicts, sequences and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value):
@@ -218,11 +217,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def require_positions(name: str, config: PreTrainedConfig, needed: int) -> None:
-    """See that a model has `needed` positions; rotary ones go on for ever as far as time is concerned.
-
-    Raises:
-        UserError: they are learned, and too few.
-    """
+    """Raise UserError if a model has fewer than `needed` learned positions; rotary positions have no limit here."""
     available: int | None = getattr(config, "max_position_embeddings", None)
     if available is not None and getattr(config, "rope_parameters", None) is None and needed > available:
         raise UserError(

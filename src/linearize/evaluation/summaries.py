@@ -1,6 +1,6 @@
-"""Summaries that a model writes, beside those that people wrote: ROUGE (Hedgehog App. B.5).
+"""Compare a model's summaries with people's by ROUGE (Hedgehog App. B.5).
 
-After SAMSum's protocol: greedy, at most 100 new tokens, cut at the first end-of-text token.
+The protocol is SAMSum's: greedy, at most 100 new tokens, cut at the first end-of-text token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from linearize.evaluation.metrics import Answered, Similarities
 def summarising(
     task: Summarisation, held_out: Sequence[TokenDocument], tokenizer: Tokenizer
 ) -> Callable[[PreTrainedModel, str], Answered]:
-    """Ask a model for summaries of the first held-out dialogues, and score them.
+    """Return the function that scores a model's summaries of the first held-out dialogues.
 
     Raises:
         UserError: `rouge-score` is not installed, or there are no dialogues with a prompt and a summary.
@@ -56,7 +56,7 @@ def summarising(
 def summaries(
     model: PreTrainedModel, asked: Sequence[TokenDocument], tokenizer: Tokenizer, new_tokens: int, *, title: str
 ) -> list[list[int]]:
-    """The tokens that a model writes behind each prompt, greedily, up to the first end-of-text token."""
+    """Return the greedy tokens of a model after each prompt, up to the first end-of-text token."""
     end: Any = tokenizer.eos_token_id
     found = []
     with inference(model) as device, greedy(model, new_tokens, [] if end is None else [end]):
@@ -69,7 +69,7 @@ def summaries(
 
 
 def _prompt_length(document: TokenDocument) -> int:
-    """The tokens before the first that carries a loss."""
+    """Return the number of tokens before the first label."""
     return int((document.labels == IGNORED).long().cumprod(0).sum())
 
 

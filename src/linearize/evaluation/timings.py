@@ -1,4 +1,4 @@
-"""Records of seconds and bytes of a model that generates, and the lengths at which two models are even."""
+"""Records of seconds and bytes of generation, and the lengths at which two models are equal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Speed:
-    """One model generating `new_tokens` tokens behind each of `batch_size` prompts of `prompt_length` tokens."""
+    """One model that generates `new_tokens` tokens after each of `batch_size` prompts of `prompt_length` tokens."""
 
     model: str
     prompt_length: int
@@ -40,9 +40,9 @@ class Speed:
 
 @dataclass(frozen=True)
 class Crossover:
-    """From about how many tokens on the student is faster than its teacher, for one batch size.
+    """Lengths from which the student is faster than its teacher, for one batch size.
 
-    Medians, interpolated between the lengths measured. None: not ahead at the longest of them.
+    They are interpolated between the medians at measured lengths. None: the student is not faster at the longest.
     """
 
     prefill: int | None  # tokens of the prompt
@@ -50,7 +50,7 @@ class Crossover:
 
     @classmethod
     def of(cls, speeds: Sequence[Speed]) -> Crossover:
-        """From measurements of "teacher" and "student" at the same lengths."""
+        """Compute the crossover from measurements of "teacher" and "student" at the same lengths."""
         if len({(s.batch_size, s.new_tokens) for s in speeds}) != 1:
             raise ValueError("a crossover is of one batch size and one number of new tokens")
         curves: dict[str, dict[str, dict[int, float]]] = {name: defaultdict(dict) for name in ("teacher", "student")}
@@ -72,16 +72,16 @@ class Bench:
     setting: str  # device, dtype, version of torch
 
     def to_json(self) -> dict[str, object]:
-        """Plain data; the crossovers as a list, each with its batch size."""
+        """Return plain data, with the crossovers as a list, each with its batch size."""
         crossovers = [{"batch_size": size} | asdict(found) for size, found in self.crossovers.items()]
         contents: dict[str, object] = asdict(self)
         return contents | {"crossovers": crossovers}
 
 
 def even(ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
-    """The length from which on ours stays below theirs, interpolated between the lengths of the two curves.
+    """Return the length from which `ours` stays below `theirs`, interpolated between the lengths of the curves.
 
-    The shortest length where ours is below throughout, None where it is not below at the longest.
+    It is the shortest length if ours is always below; None: ours is not below at the longest.
     """
     lengths = sorted(ours)
     if lengths != sorted(theirs):
@@ -98,16 +98,16 @@ def even(ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
 
 
 def growth(held: Mapping[int, int]) -> int:
-    """Bytes that a cache grows by per token, from the bytes it holds after some numbers of tokens."""
+    """Return the bytes by which a cache grows per token, from its bytes after several numbers of tokens."""
     short, long = min(held), max(held)
     return (held[long] - held[short]) // (long - short)
 
 
 def memory_break_even(student: Mapping[int, int], teacher: Mapping[int, int]) -> int | None:
-    """From how many tokens on the student's cache is the smaller one; None: at no length.
+    """Return the number of tokens from which the student's cache is smaller than the teacher's; None: never.
 
     Args:
-        student, teacher: bytes held after two or more numbers of tokens, the same of both.
+        student, teacher: number of tokens -> bytes of the cache, for two or more equal numbers.
     """
     longest, grows = max(student), (growth(teacher), growth(student))
     at_first = student[longest] - teacher[longest] + (grows[0] - grows[1]) * longest
