@@ -1,4 +1,4 @@
-"""Present a run and its results to people: in the terminal, on a page, on the card of the student's folder.
+"""Present a run and its results in the terminal, on a page, and on the model card of the student's folder.
 
-Everything shown is read from the files of run folders; nothing is measured here.
+All numbers are read from the files of run folders; nothing is measured here.
 """

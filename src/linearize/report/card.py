@@ -23,12 +23,12 @@ _SIDES = {"win": "Kept or better", "loss": "Lost or worse", "open": "Not decided
 
 
 def evaluation_page(run: RunFiles) -> str:
-    """The tables and the findings."""
+    """Return the tables and the findings."""
     return "\n".join([*map(table, of_run(run)), bullets(sentences(run))])
 
 
 def model_card(run: RunFiles) -> str:
-    """Markdown with the front matter of a Hugging Face folder; every number is from the run's own evaluation."""
+    """Return the model card with front matter for the Hugging Face hub; all numbers are from the run's evaluation."""
     name = run.name
     purpose = "text-generation" if run.task is None else run.task.pipeline_tag
     model = "AutoModelForCausalLM" if run.task is None else run.task.auto_class
@@ -69,7 +69,7 @@ def _from_scratch(run: RunFiles) -> bool:
 
 
 def _scope(run: RunFiles) -> list[str]:
-    """Return the data that the losses rest on."""
+    """Return a sentence about the data of the losses, in a list; empty without losses."""
     student = run.measured("student")
     if student is None:
         return []

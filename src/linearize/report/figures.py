@@ -1,4 +1,4 @@
-"""Kinds of charts: dots with intervals, curves, pairs of dots. Heat maps stand in `heatmaps`."""
+"""Kinds of charts: dots with intervals, and curves. `heatmaps` has heat maps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WIDTH = 860  # of a drawing across the whole column, in CSS pixels
 
 @dataclass(frozen=True)
 class Dots:
-    """Intervals of one series (a run, a model), one per row of its panel; None where not measured.
+    """Intervals of one series (a run, a model), one per row of its panel; None: not measured.
 
-    `style` is the colour, -1 the colour of text; `marker` the shape.
+    `style` is the colour (-1: the colour of text), `marker` the shape.
     """
 
     name: str
@@ -35,9 +35,12 @@ class Dots:
 
 @dataclass(frozen=True)
 class DotPanel:
-    """Rows share one scale; `zero` marks where nothing differs. `write` turns a value into a tick label.
+    """A panel whose rows share one scale.
 
-    `cut`: what lies far above all others is an arrow at the edge with its number, so that the others can be told apart.
+    Attributes:
+        zero: whether zero is marked.
+        cut: whether values far above all others become arrows at the edge, with their numbers.
+        write: turns a value into a tick label.
     """
 
     title: str
@@ -49,7 +52,7 @@ class DotPanel:
 
 @dataclass(frozen=True)
 class Line:
-    """Points of a curve; `low` and `high` bound its band where there is one."""
+    """Points of a curve; `low` and `high` bound its band, if it has one."""
 
     name: str
     x: Sequence[Number]
@@ -78,7 +81,7 @@ class LinePanel:
 def by_run(
     title: str, runs: Sequence[RunFiles], read: Callable[[RunFiles], Sequence[Interval | None]], **options: Any
 ) -> DotPanel:
-    """A panel with a series for each run, in its own colour; `options` as of `DotPanel`."""
+    """Return a panel with a series for each run, in its own colour; `options` are those of `DotPanel`."""
     return DotPanel(title, [Dots(run.name, read(run), place, place) for place, run in enumerate(runs)], **options)
 
 
@@ -87,7 +90,7 @@ def line_colour(style: int) -> str:
 
 
 def dots(key: str, label: str, rows: Sequence[str], panels: Sequence[DotPanel]) -> Markup:
-    """A dot and its interval per row and series; panels stand side by side and share their rows, "student" shaded."""
+    """Draw a dot with its interval per row and series; panels share their rows, and the row "student" is shaded."""
     count = max(len(panel.series) for panel in panels)
     height = 62 + len(rows) * (14 + 13 * count) + (26 if count > 1 else 0)
 
@@ -123,7 +126,7 @@ def _dot_panel(axis: Axes, panel: DotPanel) -> None:
         shift = (place - (len(panel.series) - 1) / 2) * 0.62 / max(1, len(panel.series))
         shown = [(row + shift, value) for row, value in enumerate(series.values) if value is not None]
         paint, marker = line_colour(series.style), MARKERS[series.marker % len(MARKERS)]
-        # Nan: a name in the legend even where nothing is in sight.
+        # NaN gives the series a name in the legend even if no point is visible.
         axis.plot([float("nan")], [0], marker, color=paint, label=series.name)
         for y, value in shown:
             if value.low > high:
@@ -136,7 +139,7 @@ def _dot_panel(axis: Axes, panel: DotPanel) -> None:
 
 
 def _limits(panel: DotPanel) -> tuple[Number, Number]:
-    """The ends of the scale: of all values, or of those below the first gap that is wider than all before it."""
+    """Return the ends of the scale: of all values, or with `cut` of those below a gap wider than their range."""
     kept = sorted((v for series in panel.series for v in series.values if v is not None), key=lambda value: value.low)
     low = min([value.low for value in kept[:1]] + [0.0] * panel.zero, default=0.0)
     high = max([0.0] * panel.zero, default=low)
@@ -149,7 +152,7 @@ def _limits(panel: DotPanel) -> tuple[Number, Number]:
 
 
 def curves(key: str, label: str, panels: Sequence[LinePanel], *, height: Number = 250) -> Markup:
-    """Curves; up to three panels side by side, further ones below."""
+    """Draw curves; up to three panels side by side, further ones below."""
     columns = len(panels) if len(panels) <= 3 else 2  # a run's panels are two or three
     rows = ceil(len(panels) / columns)
 
@@ -195,7 +198,7 @@ def _line_panel(axis: Axes, panel: LinePanel) -> None:
     ):
         if log:
             set_scale("log")
-            # Powers of ten alone may leave no tick in sight.
+            # With powers of ten alone, no tick may be visible.
             scale.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
             scale.set_minor_locator(NullLocator())
             scale.set_minor_formatter(NullFormatter())
@@ -209,7 +212,7 @@ def _line_panel(axis: Axes, panel: LinePanel) -> None:
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """One legend above all panels, where there is more than one thing to tell apart."""
+    """Add one legend above all panels, if there is more than one name."""
     named = {}
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):

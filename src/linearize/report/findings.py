@@ -1,7 +1,7 @@
 """Sentences about the measurements, with their numbers, for the terminal, the model card and the page.
 
-A share counts as kept where its whole interval lies above one half and as lost where it lies below; a difference counts
-if its interval does not include zero. Everything else is not decided. A number without a comparison is a fact.
+A share counts as kept if its whole interval is above one half, and as lost if it is below. A difference counts if its
+interval does not include zero. All others are not decided. A number without a comparison is a fact.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from linearize.report.unmeasured import missing_sections
 
 Kind = Literal["win", "loss", "open", "fact"]
 
-SPREAD = 0.2  # of a teacher's attention beyond its last tokens: above that it counts as spread
-STANDS_OUT = 5.0  # times the median head's relative output error ...
-LEAST_ERROR = 0.02  # ... and at least this much of the teacher's mean square
+SPREAD = 0.2  # share of a teacher's attention beyond its last tokens above which it counts as spread
+STANDS_OUT = 5.0  # a head stands out above this factor of the median head's relative output error ...
+LEAST_ERROR = 0.02  # ... and from this share of the teacher's mean square
 MOST_WORST = 10
 _OTHERS = {
     "teacher": "its teacher",
@@ -65,9 +65,9 @@ _EXPLAINED = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence about a run, and on which side it falls.
+    """One sentence about a run, and its kind.
 
-    `lead` is its short form for the top of the page: the words before what matters, what matters, the words after.
+    `lead` is its short form for the top of the page: the words before the main part, the main part, the words after.
     """
 
     kind: Kind
@@ -76,7 +76,7 @@ class Finding:
 
 
 def verdict(run: RunFiles) -> list[Finding]:
-    """The few sentences that stand on top: the task, against the control and the teacher, beyond the window, memory."""
+    """Return the main sentences, for the top: task, comparisons with control and teacher, beyond the window, memory."""
     metric = run.task.metrics[0] if run.task else ""
     scored = [*_known(score_difference(run, other, metric) for other in _LEADING)]
     losses = (difference(run, other) for other in _LEADING)
@@ -86,7 +86,7 @@ def verdict(run: RunFiles) -> list[Finding]:
 
 
 def findings(run: RunFiles) -> list[Finding]:
-    """Everything that can be said, the verdict's own sentences first."""
+    """Return all findings, those of `verdict` first."""
     metrics = run.task.metrics if run.task else []
     pairs = [(other, metric) for metric in metrics for other in _OTHERS]
     leading = [(other, metric) for metric in metrics[:1] for other in _LEADING]
@@ -110,7 +110,7 @@ def findings(run: RunFiles) -> list[Finding]:
 
 
 def sentences(run: RunFiles) -> list[str]:
-    """All findings, and what was not measured."""
+    """Return the sentences of all findings, and those about missing measurements."""
     return [*(finding.words for finding in findings(run)), *missing_sections(run)]
 
 
@@ -122,7 +122,7 @@ def _known(found: Iterable[Finding | None]) -> Iterator[Finding]:
 
 
 def difference(run: RunFiles, other: str) -> Finding | None:
-    """The student's loss against that of `other`, on the same tokens."""
+    """Return the sentence on the student's loss compared with that of `other`, on the same tokens."""
     compared = run.comparison(other)
     if compared is None:
         return None
@@ -146,7 +146,7 @@ def difference(run: RunFiles, other: str) -> Finding | None:
 
 
 def _bounds(found: Interval) -> tuple[str, str, str]:
-    """The size of a difference, and how small and how large it may be."""
+    """Return the size of a difference, and the least and greatest size in its interval, as text."""
     near, far = sorted((abs(found.low), abs(found.high)))
     return number(abs(found.mean)), number(near), number(far)
 
@@ -179,7 +179,7 @@ def _kept(kept: KeptGain | None, what: str, against: str = "") -> Finding | None
 
 
 def _side_of_half(found: Interval) -> Kind:
-    """Return whether more than half is kept for sure, or less than half."""
+    """Return "win" or "loss" if the whole interval is above or below one half, else "open"."""
     return "win" if found.low > 0.5 else "loss" if found.high < 0.5 else "open"
 
 
@@ -187,13 +187,13 @@ def _side_of_half(found: Interval) -> Kind:
 
 
 def short_findings(run: RunFiles) -> list[Finding]:
-    """Return all that the short evaluation says."""
+    """Return all findings of the short evaluation."""
     quality = (short_quality(run, way) for way in PREFILL_COSTS)
     return [*_known([*quality, short_memory(run), prefill(run), short_speed(run)])]
 
 
 def short_quality(run: RunFiles, way: str) -> Finding | None:
-    """Return loss and needles of the student that reads a prompt in this way, against the teacher's."""
+    """Return the sentence on loss and needles of the student with this prefill, compared with the teacher's."""
     student, teacher, about = run.reading("student", way), run.reading("teacher"), run.results.short
     if student is None or about is None:
         return None
@@ -217,7 +217,7 @@ def _needles(line: Reading, about: ShortEvaluation) -> str:
 
 
 def short_memory(run: RunFiles) -> Finding | None:
-    """Return the bytes of the student's state beside the teacher's cache."""
+    """Return the sentence on the bytes of the student's state and the teacher's cache."""
     student, teacher, about = run.reading("student", STREAMING), run.reading("teacher"), run.results.short
     if student is None or teacher is None or about is None:
         return None
@@ -229,7 +229,7 @@ def short_memory(run: RunFiles) -> Finding | None:
 
 
 def short_speed(run: RunFiles) -> Finding | None:
-    """Return seconds of a context and of a token, of teacher and student."""
+    """Return the sentence on the times of a context and of a token, of teacher and student."""
     about, seconds = run.results.short, {}
     for name, key in _READERS.items():
         line = run.reading(*key)
@@ -251,7 +251,7 @@ _READERS = {
 
 
 def prefill(run: RunFiles) -> Finding | None:
-    """Return which way the saved model reads a prompt, what it costs, and how to choose the other one."""
+    """Return the sentence on the saved model's prefill, its cost, and how to choose the other one."""
     if run.results.short is None:
         return None
     saved = run.results.short.saved_prefill
@@ -269,7 +269,7 @@ def prefill(run: RunFiles) -> Finding | None:
 
 
 def score_difference(run: RunFiles, other: str, metric: str) -> Finding | None:
-    """The student's score against that of `other`, on the same examples."""
+    """Return the sentence on the student's score compared with that of `other`, on the same examples."""
     found = run.score_difference(other, metric)
     if found is None or run.task is None:
         return None
@@ -293,7 +293,7 @@ def score_difference(run: RunFiles, other: str, metric: str) -> Finding | None:
 
 
 def score(run: RunFiles, metric: str) -> Finding | None:
-    """The student's score alone, where there is no teacher."""
+    """Return the sentence on the student's score if there is no teacher."""
     found = run.score("student", metric)
     if found is None or run.task is None:
         return None
@@ -307,7 +307,7 @@ def same_answers(run: RunFiles) -> Finding | None:
     return found and Finding("fact", f"The student's answer is the teacher's in {percent(found)} of all cases.")
 
 
-# --- the closer look --------------------------------------------------------------------------------------------------
+# --- recall, agreement, heads, benchmarks -----------------------------------------------------------------------------
 
 
 def recall(run: RunFiles, task: Retrieval) -> Finding:
@@ -367,7 +367,7 @@ def benchmarks(run: RunFiles) -> dict[tuple[str, str, str], BenchmarkResult]:
 
 
 def _benchmark_findings(run: RunFiles) -> Iterator[Finding]:
-    """Student minus teacher; the interval adds both standard errors, so it is wider than a paired one would be."""
+    """Yield differences of student and teacher; intervals combine both standard errors, so they are wide."""
     results = benchmarks(run)
     for (task, metric, candidate), student in results.items():
         teacher = results.get((task, metric, "teacher"))
@@ -387,13 +387,13 @@ def _benchmark_findings(run: RunFiles) -> Iterator[Finding]:
 
 
 def teacher_attention(run: RunFiles) -> Finding | None:
-    """Return how the teacher spreads its attention, and what that means for the windows of a student."""
+    """Return the sentences on the teacher's attention and on suitable windows."""
     found = run.results.teacher_attention
     return None if found is None else Finding("fact", attention_words(found))
 
 
 def attention_words(found: AttentionStatistics) -> str:
-    """Say the statistics of a teacher's attention, and what they mean for the choice of windows."""
+    """Return sentences about the statistics of a teacher's attention and about suitable windows."""
     sinks, heads, far = found.sink_heads, count(found.heads), found.beyond_near
     needs = "every window needs sinks" if sinks else "windows need no sinks"
     spread = ": it is spread, so longer windows or linear parts help" if far > SPREAD else ""
@@ -408,7 +408,7 @@ def attention_words(found: AttentionStatistics) -> str:
 
 
 def speeds(run: RunFiles, model: str | None = None) -> list[Speed]:
-    """Measurements at the smallest batch size measured, of one model or of both, by prompt length."""
+    """Return measurements at the smallest measured batch size, of one model or of both, by prompt length."""
     every = run.results.speed
     smallest = min((entry.batch_size for entry in every), default=1)
     chosen = [entry for entry in every if model in (None, entry.model) and entry.batch_size == smallest]
@@ -444,7 +444,7 @@ def memory(entries: Sequence[Speed]) -> Finding | None:
 
 
 def spread(run: RunFiles) -> Finding | None:
-    """Say which KV heads keep most of a KV budget that was allocated per head."""
+    """Return the sentence on the KV heads that keep most of a KV budget allocated per head."""
     held = {f"{layer}.{head}": x for layer, row in run.pairs_by_head.items() for head, x in enumerate(row)}
     if not held:
         return None
@@ -458,7 +458,7 @@ def spread(run: RunFiles) -> Finding | None:
 
 
 def faster(entries: Sequence[Speed], crossover: Crossover | None) -> Iterator[Finding]:
-    """At the longest prompt; told apart where the ranges of all repeats do not touch."""
+    """Yield sentences on speed at the longest prompt; models differ if the ranges of all repeats do not overlap."""
     ours, theirs = ([e for e in entries if e.model == model] for model in ("student", "teacher"))
     if not ours or not theirs or ours[-1].prompt_length != theirs[-1].prompt_length:
         return

@@ -40,7 +40,7 @@ LINES = {
 
 
 def table(about: dict[str, Any]) -> Table:
-    """For the terminal."""
+    """Return the table for the terminal."""
     shown = Table(title=f"quality against bytes, of the teacher's cache at {about['length']:,} tokens")
     columns, rows = _shown(about)
     for column in columns:
@@ -58,7 +58,7 @@ def _shown(about: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def page(about: dict[str, Any]) -> str:
-    """In Markdown."""
+    """Return the page in Markdown."""
     window, tokens = about["reference"], about["tokens"]
     trained = "" if tokens is None else "; then the same with all of them fine-tuned on the same tokens"
     columns, rows = _shown(about)
@@ -130,7 +130,7 @@ def figure(about: dict[str, Any]) -> str:
 
 
 def _line(points: Sequence[dict[str, Any]], name: str, trained: bool, key: str) -> Iterator[tuple[int, float | None]]:
-    """Bytes and quality, by bytes."""
+    """Yield bytes and quality of the points of one line, in order of bytes."""
     found = [point for point in points if (point["name"], point["trained"]) == (name, trained)]
     for point in sorted(found, key=lambda point: point["bytes"]):
         share = _share(point, key)
@@ -156,7 +156,7 @@ def _percent(share: dict[str, float] | None) -> str:
 def _heads(chosen: dict[str, Any]) -> str:
     layers = " | ".join(" ".join(map(str, heads)) for heads in chosen["recall"].values())
     words = f"{chosen['window']}+{chosen['text']} in every head, for recall {layers}"
-    if "full_layers" not in chosen:  # of a version that did not measure them
+    if "full_layers" not in chosen:  # results of an older version
         return words
     full = ", ".join(map(str, chosen["full_layers"])) or "none"
     return f"{words}; per layer: full {full}, windows of {chosen['layer_window']}"

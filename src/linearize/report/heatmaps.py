@@ -1,4 +1,4 @@
-"""Heat maps: grids of numbers in twelve steps of colour, several panels on one scale."""
+"""Draw heat maps: grids of numbers in twelve steps of colour, several panels on one scale."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from linearize.report.svg import LEVELS, colour, draw
 Grid = Sequence[Sequence[Number | None]]
 
 _RIGHT, _MARGIN, _LEGEND = 22, 70, 64  # pixels: between panels; above and below one; height of the legend
-_ROOMY = 34  # a cell as wide as this has room for its number
+_ROOMY = 34  # least width of a cell with its number
 _LETTER = 7.2  # width of a letter of a label
 _LINE, _MOST_LINES = 15, 3  # height of a further line of a title, and most lines of it
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Steps of colour: `edges` are the LEVELS + 1 numbers between which they lie."""
+    """Steps of colour, between LEVELS + 1 `edges`."""
 
     title: str
     edges: tuple[Number, ...]
@@ -39,7 +39,7 @@ class Scale:
     def even(
         cls, title: str, values: Iterable[Number | None] = (), low: Number | None = None, high: Number | None = None
     ) -> Scale:
-        """Equal steps from the least to the greatest number, or between given ends."""
+        """Return a scale of equal steps from the least to the greatest number, or between the given ends."""
         found = _finite(values)
         low = min(found, default=0.0) if low is None else low
         high = max(found, default=1.0) if high is None else high
@@ -48,7 +48,7 @@ class Scale:
 
     @classmethod
     def fitting(cls, title: str, values: Iterable[Number | None]) -> Scale:
-        """Equal steps; or equal ratios where the positive numbers span a factor of thirty, down to a thousandth."""
+        """Return equal steps, or equal ratios if positive numbers span a factor above 30; then at most 1,000."""
         found = _finite(values)
         high = max(found, default=1.0)
         low = min((value for value in found if value > 0), default=high)
@@ -58,7 +58,7 @@ class Scale:
         return cls(f"{title} (logarithmic)", tuple(low * (high / low) ** (i / LEVELS) for i in range(LEVELS + 1)))
 
     def level(self, value: Number | None) -> int | None:
-        """The step that a number falls in; None for no number."""
+        """Return the step of a number; None for None and numbers that are not finite."""
         if value is None or not isfinite(value):
             return None
         return min(max(bisect_right(self.edges, value) - 1, 0), LEVELS - 1)
@@ -77,7 +77,7 @@ class Panel:
 def heatmaps(
     key: str, label: str, panels: Sequence[Panel], scale: Scale, *, row_title: str, column_title: str
 ) -> Markup:
-    """Grids side by side on one scale, with their numbers written in where there is room."""
+    """Draw grids side by side on one scale, with their numbers if there is room."""
     across, cell, tall = _cell_sizes(panels)
     width = across * _panel_width(panels, cell)
     down = ceil(len(panels) / across)
@@ -117,7 +117,7 @@ def narrow(panels: Sequence[Panel]) -> bool:
 
 
 def _cell_sizes(panels: Sequence[Panel]) -> tuple[int, Number, Number]:
-    """Return how many panels stand side by side, and the width and height of a cell in pixels."""
+    """Return the number of panels side by side, and the width and height of a cell in pixels."""
     columns = max(len(panel.columns) for panel in panels)
     fitting = [(n, (WIDTH / n - _panel_width(panels, 0)) / columns) for n in (3, 2, 1) if n <= len(panels)]
     across, cell = next(
@@ -134,7 +134,7 @@ def _panel_width(panels: Sequence[Panel], cell: Number) -> Number:
 
 
 def _title_lines(panel: Panel, cell: Number) -> list[str]:
-    """Return the title in lines that fit above the cells of a panel; of a title with more lines, the last ones."""
+    """Return the title in lines that fit the panel's width; of a title with too many lines, the last ones."""
     letters = int((cell * len(panel.columns) + _RIGHT) / _LETTER)
     lines = wrap(panel.title, max(letters - 1, 1)) or [""]
     if len(lines) <= _MOST_LINES:

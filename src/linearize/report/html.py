@@ -1,4 +1,4 @@
-"""The blocks of a section of the page; the template knows each by its `kind`."""
+"""The blocks of a section of the page; the template selects by their `kind`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Table:
         return cls(caption, columns, [Group(rows)], collapsed)
 
     def spoken(self) -> str:
-        """The first numbers of all rows as a text, for those who do not see a drawing."""
+        """Return the first numbers of all rows as text, for screen readers."""
         groups = [
             (f"{group.title}: " if group.title else "") + ", ".join(f"{row[0]} {row[1]}" for row in group.rows)
             for group in self.groups
@@ -42,14 +42,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing and its numbers. `svg` carries the finding in words, for those who do not see it."""
+    """A drawing and its numbers. `svg` has the finding in words, for screen readers."""
 
     kind: ClassVar[str] = "figure"
     title: str
     svg: Markup
     caption: str
     numbers: Table
-    half: bool = False  # narrow enough to stand beside another where the page is wide
+    half: bool = False  # narrow enough for two side by side on a wide page
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Continuation:
-    """One model's text after a prompt: what it shares with the teacher's from the start, and the rest."""
+    """One model's text after a prompt: the common beginning with the teacher's text, and the rest."""
 
     title: str
     same: str
@@ -81,7 +81,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and how each model goes on."""
+    """A prompt and each model's continuation."""
 
     prompt: str
     texts: Sequence[Continuation]

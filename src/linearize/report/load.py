@@ -1,4 +1,4 @@
-"""The files of a run folder, or of a folder that keeps copies of them, with typed contents."""
+"""Read the files of a run folder, or of a folder with copies of them, with typed contents."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from linearize.training.allocation import Allocation
 
 CONTROLS = ("window_finetuned", "equal_finetuned", "exact_finetuned", "teacher_finetuned")
 _AGAIN = "restore the file, or measure again (`linearize run`, `linearize eval`)"
-_POINTS = 300  # of a training curve; longer ones are averaged over neighbours, which the page says
+_POINTS = 300  # the most points of a training curve; longer ones are averaged over neighbours, as the page says
 
 
 class RunRecord(Record):
-    """The contents of run.json: what a run was made from, with which numbers, where.
+    """The contents of run.json: the teacher, data and versions of a run.
 
     Attributes:
         model: the teacher's hub id or folder.
@@ -42,7 +42,7 @@ class RunRecord(Record):
 
 
 class StageRecord(Record):
-    """The contents of a stage's result.json: fields of `TrainResult`, what identifies the stage, and digests."""
+    """The contents of a stage's result.json: fields of `TrainResult`, the stage's identity, and digests."""
 
     steps: int
     tokens: int
@@ -76,9 +76,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run folder, read. What the folder does not hold is None or empty; only the results are always there.
+    """The contents of a run folder. Missing files are None or empty; only the results must exist.
 
-    `recipe_text`: the contents of recipe.yaml, which has fewer fields than `recipe` if an earlier version wrote it.
+    Attributes:
+        recipe_text: contents of recipe.yaml, which has fewer fields than `recipe` if an earlier version wrote it.
+        beside_others: whether a page shows several runs.
     """
 
     folder: Path
@@ -94,24 +96,24 @@ class RunFiles:
 
     @property
     def group(self) -> str | None:
-        """The name where the run stands beside others, and so must be told from them."""
+        """Return the run's name if a page shows several runs, else None."""
         return self.name if self.beside_others else None
 
     @property
     def prefix(self) -> str:
-        """The name with a colon, likewise."""
+        """Return the run's name with a colon if a page shows several runs, else an empty text."""
         return f"{self.name}: " if self.beside_others else ""
 
     @property
     def teacher(self) -> str | None:
-        """The teacher's hub id, or the end of its folder's path."""
+        """Return the teacher's hub id, or the end of its folder's path."""
         if self.run is None:
             return None
         path = Path(self.run.model)
         return "/".join(path.parts[-2:]) if path.is_absolute() else self.run.model
 
     def same_teacher(self, other: RunFiles) -> bool:
-        """Return whether the two were made from one teacher, as far as the files of both tell."""
+        """Return whether both runs have one teacher, as far as their files tell."""
         if self.teacher is not None and other.teacher is not None and self.teacher != other.teacher:
             return False
         if self.plan is None or other.plan is None:
@@ -121,7 +123,7 @@ class RunFiles:
 
     @property
     def window(self) -> int | None:
-        """Tokens that the student's window reaches; None where its task has no such thing."""
+        """Return the tokens of the student's window; None: its task has no window."""
         return self.results.window_size
 
     @property
@@ -130,33 +132,33 @@ class RunFiles:
         return bool(self.results.measured)
 
     def reading(self, model: str, prefill: str | None = None) -> Reading | None:
-        """Return what the short evaluation has of the teacher, or of the student that read in this way."""
+        """Return the short evaluation's reading of the teacher, or of the student with this prefill."""
         lines = [] if self.results.short is None else self.results.short.readings
         return next((line for line in lines if (line.model, line.prefill) == (model, prefill)), None)
 
     @property
     def pairs_by_head(self) -> dict[int, list[int]]:
-        """Return the key-value pairs that the KV heads of each layer keep; empty where no budget was allocated."""
+        """Return the key-value pairs that the KV heads of each layer keep; empty if no budget was allocated."""
         if self.allocation is None:
             return {}
         shared = self.allocation.sinks + self.allocation.window + self.allocation.text
         return {layer: [shared + pairs for pairs in heads] for layer, heads in self.allocation.recall.items()}
 
     def measured(self, candidate: str) -> Measured | None:
-        """The line of a candidate in the table of losses."""
+        """Return the line of a candidate in the table of losses."""
         return next((line for line in self.results.measured if line.name == candidate), None)
 
     def comparison(self, other: str) -> Comparison | None:
-        """The student's loss minus that of `other`, paired."""
+        """Return the student's loss minus that of `other`, paired."""
         return next((line for line in self.results.comparisons if line.other == other), None)
 
     @property
     def task(self) -> TaskScores | None:
-        """The scores at a task that is not language modelling."""
+        """Return the scores at a task that is not language modelling."""
         return self.results.task
 
     def scored(self, candidate: str) -> Scored | None:
-        """The line of a candidate in the table of scores."""
+        """Return the line of a candidate in the table of scores."""
         lines = [] if self.task is None else self.task.scored
         return next((line for line in lines if line.name == candidate), None)
 
@@ -165,16 +167,16 @@ class RunFiles:
         return None if line is None else line.scores.get(metric)
 
     def score_difference(self, other: str, metric: str) -> Interval | None:
-        """The student's score minus that of `other`, paired."""
+        """Return the student's score minus that of `other`, paired."""
         lines = [] if self.task is None else self.task.differences
         return next((x.difference for x in lines if (x.other, x.metric) == (other, metric)), None)
 
     def recovery(self, metric: str) -> Interval | None:
-        """The student's score over the teacher's."""
+        """Return the student's score over the teacher's."""
         return None if self.task is None else self.task.recovery.get(metric)
 
     def agreement(self, candidate: str) -> Interval | None:
-        """The share of a candidate's answers that are the teacher's."""
+        """Return the share of a candidate's answers that equal the teacher's."""
         line = self.scored(candidate)
         return None if line is None else line.agreement
 
@@ -185,10 +187,10 @@ def label(candidate: str) -> str:
 
 
 def load_run(folder: Path, results: Results | None = None) -> RunFiles:
-    """Read a run folder; a folder of copies (transfer.json instead of transfer/result.json, ...) does as well.
+    """Read a run folder, or a folder of copies (transfer.json instead of transfer/result.json, ...).
 
     Args:
-        results: new ones, in place of those in the folder.
+        results: new results, in place of those in the folder.
 
     Raises:
         UserError: no evaluation.json, or a file that cannot be read or has another format.
@@ -218,7 +220,7 @@ def load_run(folder: Path, results: Results | None = None) -> RunFiles:
 
 
 def load_runs(folders: Sequence[Path]) -> list[RunFiles]:
-    """Read several; runs of equal names are told apart by the folders that they lie in.
+    """Read several run folders; runs with equal names get names with their parent folders.
 
     Raises:
         UserError: as `load_run`, and for no folder, or the same one twice.
@@ -248,7 +250,7 @@ def _read_recipe(path: Path) -> Recipe | None:
 
 
 class _Event(BaseModel):
-    """One line of metrics.jsonl, as far as curves need it."""
+    """The fields of a line of metrics.jsonl that curves need."""
 
     event: str
     tokens: int
@@ -256,7 +258,7 @@ class _Event(BaseModel):
 
 
 def _stage(folder: Path, name: str) -> Stage | None:
-    # A copy of a result lies beside the evaluation, under the stage's name.
+    # A copy of a result is in the folder of the evaluation, under the stage's name.
     result = _read(StageRecord, folder / name / "result.json") or _read(StageRecord, folder / f"{Path(name).name}.json")
     metrics = folder / name / "metrics.jsonl"
     events = _read_events(metrics) if metrics.is_file() else []
@@ -271,7 +273,7 @@ def _curve(events: list[_Event]) -> Curve:
 
 
 def _thinned(curve: Curve) -> Curve:
-    """At most `_POINTS` points, each the mean of as many neighbours."""
+    """Return at most `_POINTS` points, each the mean of equally many neighbours."""
     size = -(-len(curve.loss) // _POINTS) or 1
     starts = range(0, len(curve.loss), size)
     chunks = [(curve.tokens[i : i + size], curve.loss[i : i + size]) for i in starts]
@@ -279,7 +281,7 @@ def _thinned(curve: Curve) -> Curve:
 
 
 def _read_events(path: Path) -> list[_Event]:
-    """Read the lines of metrics.jsonl; a last line that a killed process left half written is passed over."""
+    """Read the lines of metrics.jsonl; an incomplete last line, of a killed process, is skipped."""
     lines = path.read_bytes().splitlines()
     events = []
     for number, line in enumerate(lines, 1):

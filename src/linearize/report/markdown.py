@@ -1,4 +1,4 @@
-"""Markdown in which names that others chose (of files, data sets, tasks, models) are text and nothing else."""
+"""Write Markdown in which names from users (files, data sets, tasks, models) are escaped."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from linearize.base import without_controls
 from linearize.report.html import Table
 
-# What begins something, at the start of a line or anywhere. A bracket does, unless it holds an interval and no more.
+# Characters with a meaning, at the start of a line or anywhere; brackets around intervals have none.
 _NUMBER = r"[-+\N{MINUS SIGN}]?[\d.,]+"
 _SPECIAL = re.compile(rf"^[#=-]|^\+(?=\s|$)|^\d+(?=[.)](?:\s|$))|[\\`*_~$|]|\[(?!{_NUMBER}, {_NUMBER}\](?![\[(:]))")
 _ENTITIES = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;"}
 
 
 def escaped(text: str) -> str:
-    """A text that is shown as it is, on one line, within a paragraph, a heading or a table."""
+    """Return Markdown that shows a text literally, on one line, in a paragraph, a heading or a table."""
     # A digit cannot be escaped, but the dot that would make it the number of a list can.
     marked = _SPECIAL.sub(lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", _line(text))
     return marked.translate(_ENTITIES)
@@ -27,19 +27,19 @@ def _line(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """A name, as code within a line."""
+    """Return a name as inline code."""
     line, ticks = _line(text), _longer(text, "")
     return f"{ticks} {line} {ticks}" if len(ticks) > 1 else f"`{line}`"
 
 
 def fenced(language: str, text: str) -> str:
-    """A block of code."""
+    """Return a block of code."""
     fence = _longer(text, "``")
     return f"{fence}{language}\n{text}{fence}\n"
 
 
 def _longer(text: str, least: str) -> str:
-    """More backquotes than stand together anywhere in the text."""
+    """Return more backquotes than any run of them in the text."""
     return "`" * (1 + max(map(len, [least, *re.findall("`+", text)])))
 
 
@@ -48,7 +48,7 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def table(found: Table) -> str:
-    """Caption and rows."""
+    """Return a table with its caption."""
     rows = [found.columns, *(row for group in found.groups for row in group.rows)]
     lines = [" | ".join(map(escaped, row)) for row in rows]
     lines.insert(1, " | ".join(["---"] * len(found.columns)))

@@ -1,4 +1,4 @@
-"""Numbers as people read them. A number that was not measured is an en dash; a minus is a minus, not a hyphen."""
+"""Format numbers as text. A number that was not measured is an en dash; negative numbers have a minus sign."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from linearize.evaluation.intervals import Interval
 from linearize.evaluation.scores import TaskScores
 from linearize.planning.results import size as binary_size
 
-Number = int | float  # what stands in a JSON file
+Number = int | float  # in a JSON file
 
 MINUS, DASH, THIN = "\N{MINUS SIGN}", "\N{EN DASH}", "\N{NARROW NO-BREAK SPACE}"
 
 
 def number(value: Number | None, decimals: int = 3) -> str:
-    """Rounded, but never to a zero that it is not: -0.00006 stays that."""
+    """Return a rounded number; if that would be 0, with one significant digit: -0.00006."""
     if value is None or not isfinite(value):
         return DASH
     text = f"{abs(value):,.{decimals}f}"
@@ -25,7 +25,7 @@ def number(value: Number | None, decimals: int = 3) -> str:
 
 
 def loss(value: Number) -> str:
-    """A loss of any size, with four digits or more: 2.531, but 630.0 and 31,500."""
+    """Return a loss with four digits or more: 2.531, but 630.0 and 31,500."""
     return number(value, 3 if abs(value) < 100 else 1 if abs(value) < 10000 else 0)
 
 
@@ -35,7 +35,7 @@ def signed(value: Number | None, decimals: int = 3) -> str:
 
 
 def with_interval(found: Interval | None, decimals: int = 3, sign: bool = False) -> str:
-    """``2.531 [2.323, 2.736]``."""
+    """Return a mean and its interval: ``2.531 [2.323, 2.736]``."""
     if found is None:
         return DASH
     write = signed if sign else number
@@ -43,7 +43,7 @@ def with_interval(found: Interval | None, decimals: int = 3, sign: bool = False)
 
 
 def percent(found: Interval | None) -> str:
-    """A share as ``9 % [5, 12]``; with a decimal where the interval is narrower than a whole percent."""
+    """Return a share as ``9 % [5, 12]``; with a decimal if the interval is narrower than one percent."""
     if found is None:
         return DASH
     decimals = 0 if 100 * (found.high - found.low) >= 1 else 1
@@ -52,7 +52,7 @@ def percent(found: Interval | None) -> str:
 
 
 def share(value: Number | None, decimals: int = 0) -> str:
-    """``61 %``; what would be rounded to nothing is ``<1 %``."""
+    """Return a share as ``61 %``; shares that would be rounded to 0 are ``<1 %``."""
     if value is None or not isfinite(value):
         return DASH
     least = 10**-decimals
@@ -61,7 +61,7 @@ def share(value: Number | None, decimals: int = 0) -> str:
 
 
 def count(value: Number | None) -> str:
-    """``49,048``."""
+    """Return a count as ``49,048``."""
     return DASH if value is None else f"{value:,.0f}"
 
 
@@ -81,12 +81,12 @@ def memory_size(value: Number | None) -> str:
 
 
 def milliseconds(seconds: Number) -> str:
-    """Three digits or more: ``4.60``, ``81.1``, ``1,234``."""
+    """Return milliseconds with three digits or more: ``4.60``, ``81.1``, ``1,234``."""
     return f"{1e3 * seconds:#.3g}".rstrip(".") if seconds < 0.9995 else f"{1e3 * seconds:,.0f}"
 
 
 def duration(seconds: Number | None) -> str:
-    """``12 min``."""
+    """Return a duration as ``12 min``."""
     if seconds is None:
         return DASH
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
@@ -96,7 +96,7 @@ def duration(seconds: Number | None) -> str:
 
 
 def short(value: Number | None) -> str:
-    """At most five characters, for the cells of a heat map; the table beside it has the digits."""
+    """Return a number in at most five characters, for the cells of a heat map."""
     if value is None or not isfinite(value):
         return DASH
     size = abs(value)
@@ -105,12 +105,12 @@ def short(value: Number | None) -> str:
 
 
 def capital(text: str) -> str:
-    """With a capital at the start."""
+    """Return a text with a capital first letter."""
     return f"{text[:1].upper()}{text[1:]}"
 
 
 def plain(value: Any) -> str:
-    """A field of a recipe, a plan or a version."""
+    """Return a field of a recipe, a plan or a version as text."""
     if value is None:
         return DASH
     if isinstance(value, bool):
@@ -123,5 +123,5 @@ def plain(value: Any) -> str:
 
 
 def what(task: TaskScores) -> str:
-    """The kind of task, in words."""
+    """Return the kind of task as text."""
     return task.type.replace("_", " ")

@@ -1,4 +1,4 @@
-"""The top of the page: for each run the verdict, its wins and losses; the key numbers of all; what to beware of."""
+"""The top of the page: the verdict, wins and losses of each run, the key numbers of all, and cautions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def overview(run: RunFiles) -> Overview:
 
 
 def _about(run: RunFiles) -> str:
-    """Recipe, teacher, layers: one line."""
+    """Return one line about recipe, teacher and layers."""
     parts = []
     if recipe := run.plan.recipe if run.plan else run.recipe and run.recipe.name:
         parts.append(f"recipe {recipe}")
@@ -53,7 +53,7 @@ def _about(run: RunFiles) -> str:
 
 
 def cautions(runs: Sequence[RunFiles]) -> list[Text]:
-    """Why some numbers of these runs must not be set against each other."""
+    """Return texts on why some numbers of these runs must not be compared."""
     found = []
     if not all(runs[0].same_teacher(run) for run in runs[1:]):
         names = "; ".join(f"{run.name}: {_teacher(run) or 'unknown'}" for run in runs)
@@ -91,7 +91,7 @@ def _teacher(run: RunFiles) -> str:
 
 
 def key_numbers(runs: Sequence[RunFiles]) -> Table:
-    """A row per number that at least one run has, a column per run."""
+    """Return a table with a row for each number that at least one run has, and a column per run."""
     columns = [_key_numbers(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     lines = [[name, *(column.get(name, DASH) for column in columns)] for name in names]

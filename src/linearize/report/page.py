@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: styles, script and drawings are inside it, and it asks no server for more."""
+"""Write the report as one HTML file with styles, script and drawings inside, which loads nothing from a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILES = resources.files("linearize") / "report"
 
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
-    """Write the page about one or more run folders to the file `output`, atomically; the same folders, the same bytes.
+    """Write the page about one or more run folders to the file `output`, atomically; equal folders give equal bytes.
 
     Raises:
         UserError: a folder without evaluation.json, or an output file that cannot be written.
@@ -34,7 +34,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
 
 
 def render(runs: Sequence[RunFiles]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     runs = [replace(run, beside_others=len(runs) > 1) for run in runs]
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_cleaned
@@ -64,12 +64,12 @@ def rich(text: str) -> Markup:
 
 
 def _cleaned(value: Any) -> Any:
-    """Clean what the template shows; markup is made of texts that are clean."""
+    """Remove control characters from texts; markup is made of clean texts already."""
     return without_controls(value) if type(value) is str else value
 
 
 def numeric(text: str) -> bool:
-    """Return whether a cell holds a number, perhaps with its unit and interval, and so should stay on one line."""
+    """Return whether a cell is a number, perhaps with unit and interval, which must not be wrapped."""
     return len(text) <= 36 and re.match(r"[-+\N{MINUS SIGN}<>]?\d|\N{EN DASH}$", text) is not None
 
 

@@ -1,7 +1,7 @@
-"""Matplotlib drawings as SVG that lives inside a page: text stays text, colours are the page's, ids do not clash.
+"""Convert Matplotlib drawings to SVG for a page, with real text, the page's colours, and unique ids.
 
-Matplotlib draws in placeholder colours, one per name; the page's style sheet says what they are, so that one drawing
-serves the light theme and the dark one. The same drawing is the same bytes, whenever and wherever it is made.
+Matplotlib draws in placeholder colours, one per name; the page's style sheet defines them, so one drawing serves the
+light and the dark theme. Equal drawings have equal bytes on every machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def colour(name: str) -> str:
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "font.family": "DejaVu Sans",  # comes with matplotlib: every machine lays text out alike
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so the layout of text is equal on every machine
     "font.size": 12,
     "axes.titlesize": 12,
     "axes.titlelocation": "left",
@@ -78,14 +78,14 @@ _STYLE: dict[Any, Any] = {
 
 
 def draw(key: str, label: str, width: Number, height: Number, paint: Callable[[Figure], None]) -> Markup:
-    """A drawing of `width` x `height` CSS pixels, made by `paint`.
+    """Return a drawing of `width` x `height` CSS pixels, made by `paint`.
 
     Args:
-        key: unlike that of any other drawing on the page.
-        label: what the drawing shows, in words.
+        key: unique among the drawings of the page.
+        label: description for screen readers.
     """
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # A script that this font lacks is drawn by the browser's font; only its width is guessed here.
+        # Browsers use another font for scripts that this font lacks; only the width is estimated here.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         matplotlib.rcParams["svg.hashsalt"] = key
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
@@ -99,7 +99,7 @@ def _embed(text: str, key: str, label: str, width: Number, height: Number) -> Ma
     root = ElementTree.fromstring(without_controls(text))  # XML allows no control characters
     for parent in list(root.iter()):
         for child in list(parent):
-            # The style sheet in it would reach all of the page.
+            # A style sheet inside would apply to the whole page.
             if child.tag in (f"{_SVG}metadata", f"{_SVG}style"):
                 parent.remove(child)
     used = set(re.findall(r'(?:url\(|xlink:href=")#([\w.-]+)', text))
@@ -112,7 +112,7 @@ def _embed(text: str, key: str, label: str, width: Number, height: Number) -> Ma
 
 
 def _rewrite(element: ElementTree.Element, key: str, used: set[str]) -> None:
-    """Ids of its own, coordinates of two decimals, the page's colours and fonts."""
+    """Make ids unique, round coordinates to two decimals, and use the page's colours and fonts, in place."""
     found = element.attrib.pop("id", None)
     if found in used:
         element.set("id", f"{key}-{found}")

@@ -25,11 +25,11 @@ from linearize.report.numbers import (
     with_interval,
 )
 
-NOTE = "what it is"  # the column that a terminal has no room for
+NOTE = "what it is"  # a column that terminals leave out
 
 
 def losses(runs: Sequence[RunFiles]) -> Table:
-    """Held-out losses of all candidates."""
+    """Return the table of held-out losses of all candidates."""
     groups = []
     for run in runs:
         rows = []
@@ -47,13 +47,13 @@ def losses(runs: Sequence[RunFiles]) -> Table:
 
 
 def documents(runs: Sequence[RunFiles]) -> str:
-    """Return the data that intervals rest on, for runs that record it."""
+    """Return text on the number of documents of the intervals, for runs that record it."""
     found = {line.quality.documents for run in runs if (line := run.measured("student"))} - {None}
     return f" over {' or '.join(map(count, sorted(filter(None, found))))} documents" if found else ""
 
 
 def window(runs: Sequence[RunFiles]) -> str:
-    """The window of all runs, where it is one."""
+    """Return text on the window of all runs; empty if they have different ones."""
     windows = {run.window for run in runs}
     return f" of {count(windows.pop())}" if len(windows) == 1 else ""
 
@@ -63,7 +63,7 @@ def _perplexity(loss: Interval) -> str:
 
 
 def copying(runs: Sequence[RunFiles]) -> Table:
-    """Losses on random tokens that come twice."""
+    """Return the table of losses on random tokens and on their copies."""
     groups = []
     for run in runs:
         rows = []
@@ -78,7 +78,7 @@ def copying(runs: Sequence[RunFiles]) -> Table:
 
 
 def scores(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Table:
-    """Scores of all candidates by some of the metrics."""
+    """Return the table of scores of all candidates by these metrics."""
     groups = []
     for run in runs:
         rows = []
@@ -94,7 +94,7 @@ def scores(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Table:
 
 
 def short(runs: Sequence[RunFiles]) -> Table:
-    """Return the short evaluation: teacher, and student in both ways to read a prompt."""
+    """Return the table of the short evaluation: teacher, and student with both kinds of prefill."""
     groups, captions = [], {}
     for run in runs:
         found = run.results.short
@@ -120,7 +120,7 @@ def _reading(line: Reading, needles: int) -> list[str]:
 
 
 def speed(entries: Sequence[tuple[str | None, Sequence[Speed]]]) -> Table:
-    """Measurements of time and memory, in groups with their titles."""
+    """Return the table of time and memory, in groups with their titles."""
     groups = [Group([_speed(entry) for entry in found], name) for name, found in entries]
     columns = [
         "model",
@@ -161,7 +161,7 @@ def _speed(entry: Speed) -> list[str]:
 
 
 def of_run(run: RunFiles) -> list[Table]:
-    """Those that one run has something for."""
+    """Return the tables of one run that are not empty."""
     found = [scores([run], run.task.metrics)] if run.task else []
     found += [short([run])] if run.results.short else []
     found += [losses([run]), copying([run])] if run.is_language_model else []

@@ -1,4 +1,4 @@
-"""Terminal output of measurements: tables, then the findings. Nothing in them is read as markup."""
+"""Terminal output of measurements: tables, then the findings, without interpretation of markup."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from linearize.report.load import RunFiles
 
 
 def measured(run: RunFiles) -> Group:
-    """All of a run's tables and findings."""
+    """Return all of a run's tables and findings."""
     return Group(*map(_table, tables.of_run(run)), *(_text(f"- {line}") for line in sentences(run)))
 
 
 def timed(bench: Bench) -> Group:
-    """Print the measurements of `linearize bench`: one table, and for each batch size the faster model."""
+    """Return the measurements of `linearize bench`: one table, and sentences on memory and speed by batch size."""
     entries, lines = bench.speed, []
     for size, crossover in bench.crossovers.items():
         batch = [entry for entry in entries if entry.batch_size == size]

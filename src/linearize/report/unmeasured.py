@@ -1,4 +1,4 @@
-"""Name what was not measured, and the command that measures it."""
+"""Name missing measurements, and the commands that make them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from linearize.report.load import RunFiles
 
 _EVAL = "`linearize eval DIR/model --set evaluation.long=true --output DIR/evaluation.json`"
 _WITH_TEACHER = f"{_EVAL}, with the teacher available, measures"
-# By section: what is missing, and how to get it.
+# By section: the missing measurement, and how to get it.
 _HOW = {
     "agreement": ("Agreement with the teacher is not measured", f"{_WITH_TEACHER} it"),
     "positions": ("Loss by position is not measured", f"{_EVAL} measures it"),
@@ -42,7 +42,7 @@ _NAMES = _SECTIONS | {"short": "the short evaluation", "far_context": "long-cont
 
 
 def not_measured(runs: Sequence[RunFiles], what: str, there: Callable[[RunFiles], object] | None = None) -> list[Text]:
-    """A line for the runs that lack `what`, and one for each that says why itself; none if no run does.
+    """Return a line for the runs that lack `what`, and one for each that has a reason of its own; empty if none does.
 
     Args:
         there: whether a run has it; by default, whether its results have a section of that name.
@@ -56,7 +56,7 @@ def not_measured(runs: Sequence[RunFiles], what: str, there: Callable[[RunFiles]
 
 
 def missing_sections(run: RunFiles) -> list[str]:
-    """One sentence, with the reasons that the evaluation gives; none where everything was measured."""
+    """Return one sentence, with the evaluation's reasons, in a list; empty if everything was measured."""
     reasons = run.results.not_measured
     found = list(run.results.missing)
     sections: list[str] = [*(_SECTIONS if run.is_language_model else []), *reasons]

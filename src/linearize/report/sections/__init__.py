@@ -1,4 +1,4 @@
-"""The sections of the page, in their order. Each is made of one or more runs, side by side."""
+"""The sections of the page, in order. Each shows one or more runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from linearize.report.sections import (
 
 
 def _with_heads(run: RunFiles) -> bool:
-    """Return whether heads were compared, or a reason is given why they were not."""
+    """Return whether heads were compared, or there is a reason why not."""
     results = run.results
     return run.is_language_model or results.fidelity is not None or "fidelity" in results.not_measured
 
@@ -32,7 +32,7 @@ def _of_text(run: RunFiles) -> bool:
     return run.is_language_model
 
 
-# Each with the runs that it concerns. Where it concerns one, it says too what was not measured of it.
+# Each section, and whether it concerns a run. It also names measurements that are missing in these runs.
 _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFiles], bool]], ...] = (
     (recipe.recipe, lambda run: True),
     (training.training, lambda run: True),
@@ -52,7 +52,7 @@ _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFil
 
 
 def sections(runs: Sequence[RunFiles]) -> list[Section]:
-    """Those that concern at least one of the runs; where they do not concern all, they say which."""
+    """Return the sections that concern at least one run; they name these runs if they do not concern all."""
     made = []
     for make, concerns in _SECTIONS:
         concerned = [run for run in runs if concerns(run)]

@@ -17,7 +17,7 @@ TITLE = "Relative output error"
 
 
 def fidelity(runs: Sequence[RunFiles]) -> Section:
-    """Return the errors by layer and head, with the heads that stand out by name."""
+    """Return the section with errors by layer and head, and the names of heads that stand out."""
     measured = [run for run in runs if run.results.fidelity]
     blocks: list[Block] = []
     for run in measured:

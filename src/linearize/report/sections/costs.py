@@ -1,4 +1,4 @@
-"""Costs of the student beside its teacher, and the provenance of all numbers."""
+"""The sections on costs of student and teacher, and on the provenance of all numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from linearize.report.unmeasured import not_measured
 
 
 def speed(runs: Sequence[RunFiles]) -> Section:
-    """Prefill, generation and memory against the length of the prompt."""
+    """Return the section with prefill, generation and memory by the length of the prompt."""
     measured = [run for run in runs if run.results.speed]
     blocks: list[Block] = [_speed(measured)] if measured else []
     for run in measured:
@@ -71,7 +71,7 @@ def _spread(found: Spread) -> tuple[float, float, float]:
 
 
 def provenance(runs: Sequence[RunFiles]) -> Section:
-    """Command, versions, seeds, data: what it takes to get these numbers again."""
+    """Return the section with command, versions, seeds and data, which reproduce these numbers."""
     lines = [_provenance(run) for run in runs]
     names = list(dict.fromkeys(name for line in lines for name in line))
     rows = [[name, *(line.get(name, DASH) for line in lines)] for name in names]

@@ -1,4 +1,4 @@
-"""Numbers by row and column, as heat maps with a table of all of them; grids of layers by heads among them."""
+"""Make figures of grids, such as layers by heads: heat maps with a table of all numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from linearize.report.html import Figure, Group, Table
 from linearize.report.numbers import Number, capital
 
 Cell = tuple[Number, str]
-"""A number, and where it stands."""
+"""A number, and its place."""
 
 
 def grids(
@@ -22,12 +22,12 @@ def grids(
     write: Callable[[Number | None], str],
     said: str = "",
 ) -> Figure:
-    """Panels on one scale.
+    """Return a figure of panels on one scale.
 
     Args:
-        axes: what a row and what a column is.
-        write: a number in the table.
-        said: what the drawing shows, in words, where it is more than the caption.
+        axes: names of a row and of a column.
+        write: formats a number of the table.
+        said: description for screen readers, in place of the caption.
     """
     groups = [
         Group(
@@ -44,14 +44,14 @@ def grids(
 
 
 def by_head(title: str, rows: Sequence[tuple[int, Sequence[Number | None] | None]]) -> Panel:
-    """A grid of layers by heads; a layer without numbers is a row of blanks."""
+    """Return a grid of layers by heads; a layer without numbers is a row of blanks."""
     heads = max(len(values or []) for _, values in rows)
     grid = [list(values) if values else [None] * heads for _, values in rows]
     return Panel(title, grid, [str(layer) for layer, _ in rows], [str(head) for head in range(heads)])
 
 
 def ends(panel: Panel) -> tuple[Cell, Cell]:
-    """The least and the greatest number of layers by heads."""
+    """Return the least and the greatest number of a grid of layers by heads, with their places."""
     cells = [
         (x, f"layer {layer} head {head}")
         for layer, row in zip(panel.rows, panel.values, strict=True)

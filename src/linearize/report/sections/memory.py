@@ -1,4 +1,4 @@
-"""Show the per-head KV budget allocation, and what recall needs of each head."""
+"""The section on the per-head KV budget allocation, and on the needs of recall by head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from linearize.report.sections.grids import by_head, grids
 
 
 def memory(runs: Sequence[RunFiles]) -> Section:
-    """Return pairs by head, beside what was measured of the head."""
+    """Return the section with pairs by head, and the measured needs of each head."""
     blocks: list[Block] = []
     bytes_held: list[Panel] = []
     needs: list[Panel] = []

@@ -1,4 +1,4 @@
-"""Loss against the token's place in its document."""
+"""The section on loss by the token's position in its document."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from linearize.report.load import RunFiles, label
 from linearize.report.numbers import count, with_interval
 from linearize.report.unmeasured import not_measured
 
-# Colours of candidates, here and wherever several stand in one panel; -1 is the colour of text.
+# Colours of candidates in all panels with several of them; -1 is the colour of text.
 STYLES = {
     "teacher": -1,
     "student": 0,
@@ -27,7 +27,7 @@ _CURVES = ("teacher", "student", "window_finetuned", "equal_finetuned", "exact_f
 
 
 def positions(runs: Sequence[RunFiles]) -> Section:
-    """Loss against the token's place in its document (SUPRA, Fig. 3)."""
+    """Return the section on loss by the token's position in its document (SUPRA, Fig. 3)."""
     measured = [run for run in runs if run.results.positions]
     blocks: list[Block] = []
     if measured:
@@ -83,7 +83,7 @@ def _by_position(runs: Sequence[RunFiles]) -> Figure:
 
 
 def above_teacher(lines: Sequence[Line]) -> list[Line]:
-    """Each other line's distance from the teacher's, where both have a point."""
+    """Return each other line minus the teacher's, where both have a point."""
     teacher = next((dict(zip(line.x, line.y, strict=True)) for line in lines if line.name == label("teacher")), {})
     found = []
     for line in lines:
@@ -94,5 +94,5 @@ def above_teacher(lines: Sequence[Line]) -> list[Line]:
 
 
 def bin_names(edges: Sequence[int]) -> list[str]:
-    """``[0, 1, 2, 4]`` as "0", "1", "2-3": the last edge is outside."""
+    """Return the names of bins: for ``[0, 1, 2, 4]`` "0", "1", "2-3", as the last edge is outside."""
     return [count(a) if b - a <= 1 else f"{count(a)}\N{EN DASH}{count(b - 1)}" for a, b in pairwise(edges)]

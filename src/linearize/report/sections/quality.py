@@ -1,4 +1,4 @@
-"""Held-out loss: of every candidate, paired, and token by token beside the teacher."""
+"""The sections on held-out loss of every candidate, and on agreement with the teacher by token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from linearize.report.unmeasured import missing_controls, not_measured
 
 
 def quality(runs: Sequence[RunFiles]) -> Section:
-    """Losses of all candidates, and the student's paired differences."""
+    """Return the section with losses of all candidates, and the student's paired differences."""
     blocks: list[Block] = [_losses(runs)]
     if any(run.results.comparisons for run in runs):
         blocks.append(_differences(runs))
@@ -83,7 +83,7 @@ def _differences(runs: Sequence[RunFiles]) -> Figure:
 
 
 def agreement(runs: Sequence[RunFiles]) -> Section:
-    """Show how often the student picks the teacher's token, and the KL between the two distributions."""
+    """Return the section on equal most likely tokens, and on the KL between student and teacher."""
     measured = [run for run in runs if run.results.agreement]
     blocks: list[Block] = [_agreement(measured)] if measured else []
     blocks += not_measured(runs, "agreement")

@@ -1,4 +1,4 @@
-"""Show recall from far back: copying, and grids of trials over distances and depths."""
+"""The section on recall from far back: copying, and grids of trials over distances and depths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from linearize.report.unmeasured import not_measured
 
 
 def recall(runs: Sequence[RunFiles]) -> Section:
-    """Copying of random tokens, then each retrieval task: models side by side, a grid each."""
+    """Return the section with copying of random tokens, then a grid of each model for each retrieval task."""
     blocks: list[Block] = []
 
     def has_copied(run: RunFiles) -> bool:
@@ -72,7 +72,7 @@ def _grids(name: str, found: Sequence[tuple[RunFiles, Retrieval]]) -> Figure:
     for run, task in found:
         rows = list(map(plain, task.row_values))
         columns = list(map(plain, task.column_values))
-        # The teacher stands beside the student; other candidates follow.
+        # The teacher comes first, then the student, then other candidates.
         for model in sorted(task.models, key=lambda model: ("teacher", "student", model).index(model)):
             panels.append(Panel(run.prefix + label(model), task.models[model], rows, columns))
     verdicts = " ".join(_said(*pair) for pair in found)

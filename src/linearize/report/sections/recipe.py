@@ -1,4 +1,4 @@
-"""The recipe and the plan of a run."""
+"""The section on the recipe and the plan of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linearize.report.unmeasured import not_measured
 
 
 def recipe(runs: Sequence[RunFiles]) -> Section:
-    """The plan's numbers, where the recipes differ, and each recipe in full, folded away."""
+    """Return the section with the plan's numbers, differences of recipes, and each recipe in full, collapsed."""
     blocks: list[Block] = []
     planned = [run for run in runs if run.plan]
     if planned:
@@ -37,7 +37,7 @@ def recipe(runs: Sequence[RunFiles]) -> Section:
 
 
 def differences(recipes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Dotted fields in which recipes differ, with each one's value."""
+    """Return rows of dotted fields in which recipes differ, with the value of each recipe."""
     flat = [flattened(recipe) for recipe in recipes]
     names = {name: 0 for fields in flat for name in fields}
     lines = [[name, *(plain(fields[name]) if name in fields else DASH for fields in flat)] for name in names]
@@ -45,7 +45,7 @@ def differences(recipes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted fields."""
+    """Return nested mappings as dotted fields."""
     flat: dict[str, Any] = {}
     for name, value in data.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A task whose answers are scored: all candidates, differences, what is kept of the teacher's score."""
+"""The section on a task with scores: all candidates, differences, and the share of the teacher's score."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Read = Callable[[RunFiles, str, str], Interval | None]
 
 
 def scores(runs: Sequence[RunFiles]) -> Section:
-    """Scores of all candidates, the student's paired differences, and its share of the teacher's score."""
+    """Return the section with scores of all candidates, paired differences, and the share of the teacher's score."""
     names = list(dict.fromkeys(metric for run in runs if run.task for metric in run.task.metrics))
     chunks = [names[start : start + _ACROSS] for start in range(0, len(names), _ACROSS)]
     blocks: list[Block] = [_scores(runs, metrics) for metrics in chunks]
@@ -91,7 +91,7 @@ def _panels(
 
 
 def _kept(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Iterator[list[str]]:
-    """Rows that at least one run has a number for."""
+    """Yield rows for which at least one run has a number."""
     rows = [
         [f"{title(metric)}, share of the teacher's", *(percent(run.recovery(metric)) for run in runs)]
         for metric in metrics

@@ -1,4 +1,4 @@
-"""Show the short evaluation: loss of a continuation, needles, speed and memory, beside the teacher."""
+"""The section on the short evaluation: loss of a continuation, needles, speed and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from linearize.report.load import RunFiles
 
 
 def short(runs: Sequence[RunFiles]) -> Section:
-    """Return the table, and what it says."""
+    """Return the section with the table and its findings."""
     blocks: list[Block] = [tables.short(runs)]
     for run in runs:
         blocks.append(Text(run.prefix + " ".join(finding.words for finding in short_findings(run))))

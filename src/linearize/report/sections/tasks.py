@@ -1,4 +1,4 @@
-"""Downstream tasks and generations."""
+"""The sections on downstream tasks and on generations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from linearize.report.unmeasured import not_measured
 
 
 def tasks(runs: Sequence[RunFiles]) -> Section:
-    """A row per task, a dot per candidate (and run)."""
+    """Return the section with a row per task and a dot per candidate and run."""
     measured = [run for run in runs if run.results.tasks and run.results.tasks.results]
     blocks: list[Block] = [_tasks(measured)] if measured else []
     for run in measured:
@@ -39,7 +39,7 @@ def _tasks(runs: Sequence[RunFiles]) -> Figure:
     for place, (run, found) in enumerate(zip(runs, results, strict=True)):
         for marker, name in enumerate(columns):
             if any((*row, name) in found for row in rows):
-                # Several runs: colours tell the runs apart, and shapes the candidates.
+                # With several runs, colours are those of runs and shapes those of candidates.
                 style = place if run.beside_others else STYLES.get(name, 5)
                 values = [_interval(found.get((*row, name))) for row in rows]
                 series.append(Dots(run.prefix + label(name), values, style, marker))
@@ -76,7 +76,7 @@ def _with_error(result: BenchmarkResult | None) -> str:
 
 
 def generations(runs: Sequence[RunFiles]) -> Section:
-    """Show the continuations of student and teacher after the same prompts."""
+    """Return the section with continuations of student and teacher after the same prompts."""
     measured = [run for run in runs if run.results.generations]
     blocks: list[Block] = []
     if measured:
@@ -100,7 +100,7 @@ def generations(runs: Sequence[RunFiles]) -> Section:
 
 
 def _prompts(runs: Sequence[RunFiles]) -> list[Prompt]:
-    """Each prompt once; the texts of all runs that were given it, equal ones of teachers once."""
+    """Return each prompt once, with the texts of all runs that have it; equal texts of teachers are shown once."""
     prompts: dict[str, list[Continuation]] = {}
     for run in runs:
         assert run.results.generations is not None

@@ -1,4 +1,4 @@
-"""The training curves of the stages."""
+"""The section on the training stages and their curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PANELS = {
 
 
 def training(runs: Sequence[RunFiles]) -> Section:
-    """Curves where the metrics are at hand; what each stage did; what transfer did for each layer."""
+    """Return the section with curves (if there are metrics), results of each stage, and transfer by layer."""
     with_curves = [run for run in runs if any(stage.held_out.loss for stage in run.stages.values())]
     blocks: list[Block] = [_curves(with_curves)] if with_curves else []
     staged = [run for run in runs if run.stages]
@@ -104,7 +104,7 @@ def _results(runs: Sequence[RunFiles]) -> Table:
 
 
 def _units(runs: Sequence[RunFiles]) -> Figure:
-    """Held-out loss of every layer's mixer before transfer and at its best."""
+    """Return a figure of the held-out loss of every layer's mixer before transfer and at its best."""
     results = {run.name: result for run in runs if (result := run.stages["transfer"].result)}
     names = list(dict.fromkeys(name for result in results.values() for name in result.best_loss))
     layers = list(map(_layer, names))
