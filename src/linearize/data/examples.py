@@ -1,4 +1,4 @@
-"""Texts with labels of their own, padded to the longest of a batch, and how a dataset of them is read."""
+"""Read texts with labels, and pad them to the longest of a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BATCH = 256  # texts per tokenizer call
 
 @dataclass(frozen=True)
 class Example:
-    """One text, or pair of texts, as tokens; `segments` tell the two apart where the tokenizer does."""
+    """One text, or pair of texts, as tokens; `segments` are token types, if the tokenizer has them."""
 
     input_ids: list[int]
     segments: list[int] | None
@@ -37,7 +37,7 @@ class Example:
 
     @property
     def key(self) -> bytes:
-        """Equal inputs have equal keys."""
+        """Return a digest of the input."""
         return hashlib.blake2b(torch.tensor(self.input_ids).numpy().data, digest_size=16).digest()
 
 
@@ -46,8 +46,8 @@ class Texts:
     """N sequences, padded at the end to the longest of them.
 
     Attributes:
-        segments: token types, where the tokenizer has any.
-        use_cache: False for decoders, which would fill a cache; None for models that know no such argument.
+        segments: token types, if the tokenizer has them.
+        use_cache: False for decoders, which would fill a cache; None for models without such an argument.
     """
 
     input_ids: Int64[Tensor, "N L"]
@@ -91,7 +91,7 @@ class Texts:
             yield targets
 
     def _labels(self, indices: Indices, longest: int) -> dict[str, Tensor]:
-        """The labels of these rows, as fields."""
+        """Return the labels of these rows, as fields."""
         return {}
 
     @abstractmethod
@@ -106,13 +106,13 @@ class Texts:
 
 @dataclass(frozen=True)
 class UnlabelledTexts(Texts):
-    """Texts whose hidden states are to be the teacher's."""
+    """Texts whose hidden states are compared with the teacher's."""
 
     def target_counts(self) -> Int64[Tensor, " N"]:
         return self.lengths
 
     def compared(self, outputs: Any) -> Float[Tensor, "M E"]:
-        """The last hidden states of all tokens."""
+        """Return the last hidden states of all tokens."""
         return outputs.last_hidden_state[self.mask.to(outputs.last_hidden_state.device)]
 
     def targets(self) -> None:
@@ -162,8 +162,8 @@ def build_examples(
 ) -> Dataset:
     """Read, tokenise and split the examples of `config.task`, cut to `config.sequence_length` tokens.
 
-    As `packing.build_dataset` splits documents; at most `config.validation_rows` examples choose checkpoints, and as
-    many are tested on.
+    The split is that of `packing.build_dataset`. At most `config.validation_rows` examples choose checkpoints, and at
+    most as many are the test.
 
     Args:
         classes: of the model's head.
@@ -186,10 +186,10 @@ def build_examples(
 def split_examples(
     config: DataConfig, read: Callable[[DataConfig], list[Any]], key: Callable[[Any], bytes], seed: int
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return training, validation and test examples; the training examples in the order that the seed gives.
+    """Return training, validation and test examples; training examples are shuffled by the seed.
 
     Raises:
-        UserError: nothing to train on, or fewer to test on than an interval needs.
+        UserError: no training examples, or fewer test examples than an interval needs.
     """
     everything = read(config)
     if config.validation_dataset is None:
@@ -206,17 +206,17 @@ def split_examples(
 
 
 def examples_dataset(train: Rows, validation: Rows, test: Rows) -> Dataset:
-    """A dataset of examples that are made or read already."""
+    """Return a dataset of these parts."""
     return Dataset(train, validation, test, (len(train), len(validation), len(test)))
 
 
 def make_texts(task: Any) -> Callable[[Sequence[Example], int, bool | None], Texts]:
-    """Turn a task's examples into rows."""
+    """Return the function that turns a task's examples into rows."""
     return _MAKE[type(task)]
 
 
 def classified_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> ClassifiedTexts:
-    """Rows of examples that have a label each."""
+    """Return rows of examples with one label each."""
     labels = torch.tensor([example.label for example in examples])  # int64, or float32 for numbers
     return ClassifiedTexts(*_padded(examples, pad), use_cache, labels)
 

@@ -1,4 +1,4 @@
-"""Images with a class each: read from a folder with a folder per class, or from a table or hub dataset of images."""
+"""Read images with classes from a folder with a subfolder per class, or from a table or hub dataset."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 @dataclass(frozen=True)
 class Image:
-    """One image, its class, and where it came from, for messages. `digest` is that of its file's bytes.
+    """One image, its class, its place for messages, and the digest of its file's bytes.
 
-    A file is read again whenever it is decoded: the folders that people have do not fit in memory.
+    A file is read again whenever it is decoded, since large folders do not fit in memory.
     """
 
     source: bytes | Path
@@ -44,21 +44,21 @@ class Image:
         return cls(source, hashlib.blake2b(_data(source), digest_size=16).digest(), label, where)
 
     def decoded(self) -> Any:
-        """The PIL image, in RGB.
+        """Return the PIL image, in RGB.
 
         Raises:
-            UserError: the file is not there any more, or none that PIL knows.
+            UserError: the file does not exist any more, or PIL cannot read it.
         """
         return decode(_data(self.source), self.where)
 
 
 @dataclass(frozen=True)
 class ImageExamples:
-    """N images, decoded and brought to the model's size and scale when they are asked for.
+    """N images, which `inputs` decodes and scales for the model.
 
     Attributes:
         processor: of transformers: from PIL images to `pixel_values` [N, channels, height, width].
-        positions: of the model's sequence for one image: its patches, and the tokens before them.
+        positions: of the model's sequence for one image: special tokens and patches.
     """
 
     images: Sequence[Image]
@@ -106,11 +106,7 @@ def build_images(config: DataConfig, processor: Any, classes: Classes, *, positi
 
 
 def decode(data: bytes, where: str) -> Any:
-    """The PIL image, in RGB, that a file's bytes hold.
-
-    Raises:
-        UserError: none that PIL knows.
-    """
+    """Return the PIL image, in RGB, of a file's bytes; raise UserError if PIL cannot read it."""
     import PIL.Image
 
     try:
@@ -133,7 +129,7 @@ def _read(config: DataConfig, classes: Classes) -> list[Image]:
 
 
 def _folder(folder: Path, classes: Classes) -> Iterator[Image]:
-    """FOLDER/CLASS/IMAGE; classes that the config does not name are numbered in the order of their names."""
+    """Yield the images FOLDER/CLASS/IMAGE; unknown classes are numbered in the order of their names."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     by_class: dict[str, list[Path]] = {name: [] for name in names}
     for path in sorted(folder.glob("*/*")):
@@ -145,7 +141,7 @@ def _folder(folder: Path, classes: Classes) -> Iterator[Image]:
             f"none in {folder}"
         )
     known = set(names) <= set(classes.numbers)
-    # Evenly from all classes, so that `data.max_documents` of them are not all of one.
+    # Evenly from all classes, so that the first `data.max_documents` images have all classes.
     for of_each in zip_longest(*by_class.values()):
         for place, path in enumerate(of_each):
             if path is not None:
@@ -154,7 +150,7 @@ def _folder(folder: Path, classes: Classes) -> Iterator[Image]:
 
 
 def _table(config: DataConfig, classes: Classes) -> Iterator[Image]:
-    """Paths that are not absolute start at the table's folder."""
+    """Yield the images of a table; relative paths start at the table's folder."""
     task = config.task
     assert isinstance(task, ImageClassification)
     table = Path(config.dataset or "").expanduser()
@@ -166,7 +162,7 @@ def _table(config: DataConfig, classes: Classes) -> Iterator[Image]:
 
 
 def _source(value: Any, folder: Path, where: str) -> bytes | Path:
-    """The bytes of an image's file, its path, or bytes of what `datasets` has decoded already."""
+    """Return the bytes or the path of an image's file; an image decoded by `datasets` becomes PNG bytes."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):

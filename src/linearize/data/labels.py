@@ -1,4 +1,4 @@
-"""Classes by their numbers, as a model's config names them."""
+"""The numbers of classes in a model's config, and cells of rows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from linearize.base import UserError
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a model's head, by name, as in its config's `label2id`; None: the config does not say how many."""
+    """The classes of a model's head, by name, as in its config's `label2id`; `count` None: their number is unknown."""
 
     numbers: Mapping[str, int]
     count: int | None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Classes:
-        """The classes that the contents of a ``config.json`` name; transformers has two for one that names none."""
+        """Return the classes in the contents of a ``config.json``; without names there are two, as in transformers."""
         names = {str(name): int(number) for name, number in (config.get("label2id") or {}).items()}
         named = config.get("id2label") or names
         return cls(names, len(named) if named else int(config.get("num_labels") or 2))
 
     def number(self, value: object, where: str) -> int:
-        """The number of a class that is given by number or by name.
+        """Return the number of a class given by number or name.
 
         Raises:
             UserError: the model has no such class.
@@ -48,11 +48,7 @@ class Classes:
 
 
 def as_number(value: object, where: str) -> float:
-    """A label that is a finite number.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Return a label as a number; raise UserError if it is not finite."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -76,10 +72,10 @@ def cell(row: Mapping[str, Any], column: str, where: str, field: str) -> Any:
 
 
 def text_cell(row: Mapping[str, Any], column: str, where: str, field: str) -> str:
-    """The text that a row has in a column.
+    """Return the text of a row in a column.
 
     Raises:
-        UserError: there is no such column, or it holds something else.
+        UserError: there is no such column, or its value is no text.
     """
     value = cell(row, column, where, field)
     if not isinstance(value, str):

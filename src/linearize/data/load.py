@@ -1,4 +1,4 @@
-"""Load what a recipe's task needs beside the model: its tokenizer or image processor, and its rows."""
+"""Load the tokenizer or image processor, and the rows, of a recipe's task."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from linearize.hf.teacher import TeacherShape
 
 
 def load_processor(task: AnyTask, model: str) -> Any:
-    """The tokenizer or image processor beside a model; None for a task whose examples are numbers already.
+    """Return the tokenizer or image processor of a model; None for built-in tasks, whose examples are numbers.
 
     Raises:
-        UserError: there is none, or the model is not of the task's kind.
+        UserError: there is none, or the model does not fit the task.
     """
     check_kind(task, TeacherShape.from_config(read_config(model)))
     if task.built_in:
@@ -32,11 +32,7 @@ def load_processor(task: AnyTask, model: str) -> Any:
 
 
 def check_kind(task: AnyTask, shape: TeacherShape) -> None:
-    """See that a task of images has a vision model, and one of text a model of text; of next tokens, a decoder.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Raise UserError unless images have a vision model, texts a text model, and next tokens a decoder."""
     vision = shape.bidirectional and not shape.vocab_size
     if isinstance(task, ImageClassification) and not vision:
         raise UserError(
@@ -57,7 +53,7 @@ def check_kind(task: AnyTask, shape: TeacherShape) -> None:
 
 
 def row_length(data: DataConfig, shape: TeacherShape) -> tuple[int, str]:
-    """The longest row of tokens there can be, and the field that says so; of images all are of the model's length."""
+    """Return the most tokens of a row, and the field that sets it; images have the model's own length."""
     task = data.task
     if isinstance(task, AssociativeRecall):
         return task.length, "data.task.length"
@@ -68,13 +64,7 @@ def row_length(data: DataConfig, shape: TeacherShape) -> tuple[int, str]:
 
 
 def check_data(data: DataConfig, shape: TeacherShape) -> None:
-    """Check that a model is of the task's kind, and has its classes and tokens, and positions for the longest row.
-
-    All of that is in its config.json.
-
-    Raises:
-        UserError: it is not, or has not.
-    """
+    """Raise UserError if a model does not fit the task by its config.json: kind, classes, tokens, positions."""
     task, classes = data.task, Classes.of(shape.contents)
     check_kind(task, shape)
     length, field = row_length(data, shape)
@@ -92,11 +82,7 @@ def check_data(data: DataConfig, shape: TeacherShape) -> None:
 
 
 def _check_padding(task: AnyTask, shape: TeacherShape, config: dict[str, Any], processor: Any) -> None:
-    """Check that the model's head finds the token that it reads.
-
-    Raises:
-        UserError: it has no such token, or its config does not name the padding that is used.
-    """
+    """Raise UserError if the model lacks the padding token, or its config names another one."""
     padding = PAD if isinstance(task, ListOps) else getattr(processor, "pad_token_id", None)
     if padding is None or task.language:
         return
@@ -105,7 +91,7 @@ def _check_padding(task: AnyTask, shape: TeacherShape, config: dict[str, Any], p
             f"tokenizer: expected a padding token below the model's vocab_size of {shape.vocab_size}, found {padding}; "
             "resize the model's embeddings"
         )
-    # The class is read at the last token that is not padding, as the config has it.
+    # transformers reads the class at the last token that is not the config's padding token.
     at_the_end = task.auto_class == "AutoModelForSequenceClassification" and not shape.bidirectional
     if at_the_end and config.get("pad_token_id") != padding:
         raise UserError(
@@ -122,12 +108,12 @@ def load_dataset(
     *,
     seed: int,
 ) -> Dataset:
-    """The rows of a task.
+    """Return the rows of a task.
 
     Args:
         processor: of `load_processor`.
         config: the contents of the model's ``config.json``.
-        score: what rows are chosen by where `data.select_rows_by_esl` asks for it.
+        score: the score for `data.select_rows_by_esl`.
 
     Raises:
         UserError: a model that does not fit the task or the tokenizer, no dataset named, rows longer than the model's

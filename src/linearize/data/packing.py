@@ -1,4 +1,4 @@
-"""Text in, packed rows out: documents are tokenised, split in three, concatenated and cut into rows."""
+"""Turn text into packed rows: documents are tokenised, split in three, concatenated and cut into rows."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from linearize.data.splits import (
 )
 from linearize.data.templates import PIECE, TokenDocument, encoder_for
 
-_BATCH = 64  # rows per tokenizer call: enough for its threads, little enough for its memory
-_CHARACTERS = 8  # of text per token that `max_tokens` allows, in one tokenizer call
+_BATCH = 64  # rows per tokenizer call: enough for its threads, without using much memory
+_CHARACTERS = 8  # characters per token of `max_tokens` in one tokenizer call
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,9 @@ class Dataset:
     """Rows in three parts, and the number of documents or examples in each.
 
     Attributes:
-        fingerprint: the sha256 of what is in them.
-        validation: held out: these choose checkpoints, drive schedules and stop early.
-        test: held out: what is measured at the end, and nothing before.
-        test_documents: those of the test as they are before packing, where there are any.
+        validation: held-out rows for choosing checkpoints, schedules and early stopping.
+        test: held-out rows that are measured only at the end.
+        test_documents: documents of the test before packing, if there are any.
     """
 
     train: Rows
@@ -61,7 +60,7 @@ class Dataset:
 
 
 def fingerprint(*parts: Rows) -> str:
-    """The sha256 of what is in these rows."""
+    """Return the sha256 of the contents of these rows."""
     digest = hashlib.sha256()
     for tensor in (tensor for part in parts for tensor in part.tensors()):
         digest.update(f"{tuple(tensor.shape)}".encode())
@@ -78,22 +77,22 @@ def build_dataset(
 ) -> Dataset:
     """Read, tokenise, split and pack `config.dataset`.
 
-    `config.validation_fraction` of the documents is held out, whatever the format (the papers hold out the first 200
-    rows of Alpaca; a fraction serves any size). Exact duplicates fall on the same side; so do the documents of one
-    conversation, and conversations that have a document in common. A source that is one document, repeated or not, is
-    cut: the last `validation_fraction` of its tokens is held out, and each of its rows stands for a document. With a
-    `validation_dataset`, that is held out instead, and training documents that are also in it are left out, with the
-    rest of their conversations. It is read whole from disk; from the hub, without the subset of `dataset`, as far as
-    `validation_rows` need it. `splits.validation_and_test` says which held-out documents choose checkpoints and which
-    are the test; test rows are taken evenly from all of its documents.
+    `config.validation_fraction` of the documents is held out (the papers hold out the first 200 rows of Alpaca; a
+    fraction suits all sizes). Exact duplicates stay in one part, and so do the documents of one conversation, and
+    conversations with a common document. A source of one document, repeated or not, is cut: the last
+    `validation_fraction` of its tokens is held out, and each of its rows counts as a document.
+
+    A `validation_dataset` is held out instead, and training documents that are also in it are left out, with the rest
+    of their conversations. It is read whole from disk; from the hub, without the subset of `dataset`, as far as
+    `validation_rows` needs it. `splits.validation_and_test` divides held-out documents into those that choose
+    checkpoints and the test; test rows are taken evenly from all of its documents.
 
     Args:
-        score: of the training rows, the `config.select_rows_by_esl` with the largest score are kept; all held-out rows
-            are.
+        score: the `config.select_rows_by_esl` training rows with the largest score are kept; held-out rows all are.
 
     Raises:
         UserError: nothing to read, unreadable or malformed data, a missing column, too few tokens for a row, too few
-            documents to test on or rows to choose from, or nothing to choose by.
+            test documents, or `config.select_rows_by_esl` with too few rows or without a score.
     """
     documents = _read(config, tokenizer, "data.dataset")
     if config.validation_dataset is None:
@@ -112,7 +111,7 @@ def dataset_from_documents(
     config: DataConfig,
     seed: int,
 ) -> Dataset:
-    """Tokenise and pack plain texts whose split is given; training documents that are also held out are left out.
+    """Tokenise and pack plain texts that are split already; training documents that are also held out are left out.
 
     `config.max_documents` and `max_tokens` limit the training texts.
 
@@ -142,18 +141,18 @@ def first_tokens(config: DataConfig, tokenizer: PreTrainedTokenizerBase, count: 
 
 
 def pack(documents: Iterable[TokenDocument], sequence_length: int) -> PackedRows:
-    """Concatenate the documents and cut them into rows; the tail that does not fill a row is dropped."""
+    """Concatenate the documents and cut them into rows; remaining tokens that do not fill a row are dropped."""
     documents = [document for document in documents if len(document)]
     ends = torch.tensor([0, *map(len, documents)]).cumsum(0)[1:]
     num_rows = sum(map(len, documents)) // sequence_length
     shape = (num_rows, sequence_length)
 
     def cut(pieces: Iterable[Tensor]) -> Int64[Tensor, "N L"]:
-        # The empty piece is there for an empty list of documents.
+        # torch.cat needs a tensor if there are no documents.
         return torch.cat([torch.empty(0, dtype=torch.int64), *pieces])[: num_rows * sequence_length].view(shape)
 
     positions = cut(torch.arange(len(document)) for document in documents)
-    # Where a document runs on into another row, the column within that row is the smaller of the two.
+    # If a document continues in another row, its positions restart at 0 there.
     positions = torch.minimum(positions, torch.arange(sequence_length))
     labels = cut(document.labels for document in documents)
     return PackedRows(
@@ -186,7 +185,7 @@ def _dataset(
     vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
     train_rows = with_repeats(_chosen(train_rows, config, score), config.repeated_span_fraction, vocabulary, seed=seed)
     validation_rows = _rows(validation, config, "held-out", "use more data, or hold out more of it")
-    # The shortest first: one that fills no row of its own then shares a row with its like, not with a long one's.
+    # The shortest first, so that short documents share rows with each other and not with long ones.
     shortest_first = sorted(test, key=len)
     test_rows = pack(shortest_first, config.sequence_length).spread(config.validation_rows)
     validation_rows = validation_rows.rows(slice(config.validation_rows))
@@ -230,7 +229,7 @@ def _chosen(rows: PackedRows, config: DataConfig, score: Score | None) -> Packed
             f"from, found {len(rows)}; "
             "use more data, or set a smaller data.select_rows_by_esl"
         )
-    # Stable: rows of equal score are chosen in their order.
+    # A stable sort: rows of equal score are chosen in order.
     best = score(rows).argsort(descending=True, stable=True)[: config.select_rows_by_esl]
     return rows.rows(best.sort().values)
 
@@ -257,13 +256,13 @@ def _split(documents: list[TokenDocument], config: DataConfig) -> tuple[list[Tok
 
 
 def _without(documents: list[TokenDocument], held_out: list[TokenDocument]) -> list[TokenDocument]:
-    """Return the documents of the rows that have nothing in common with the held-out ones."""
+    """Return the documents of those rows that share no document with held-out rows."""
     rows, excluded = _by_row(documents), _by_row(held_out)
     return _flat(without(rows, excluded, _key([*rows, *excluded])))
 
 
 def _by_row(documents: Iterable[TokenDocument]) -> list[list[TokenDocument]]:
-    """Return the documents of each row together, in order; a document that stands alone is a row."""
+    """Group documents by their row, in order; a document without a row is a group of its own."""
     return list(copies(documents, lambda document: document.row or id(document)).values())
 
 
@@ -272,7 +271,7 @@ def _flat(rows: Iterable[list[TokenDocument]]) -> list[TokenDocument]:
 
 
 def _key(rows: Iterable[list[TokenDocument]]) -> Callable[[list[TokenDocument]], bytes]:
-    """Return a key that is equal for rows which must not be on two sides of a split."""
+    """Return a key that is equal for rows which must be in the same part of a split."""
     return connected(rows, lambda row: map(_digest, row))
 
 
@@ -281,7 +280,7 @@ def _digest(document: TokenDocument) -> bytes:
 
 
 def _held_out_source(config: DataConfig, name: str) -> DataConfig:
-    used = 4 * config.validation_rows * config.sequence_length  # of which a quarter chooses checkpoints
+    used = 4 * config.validation_rows * config.sequence_length  # a quarter of them chooses checkpoints
     limits = {"max_documents": None, "max_tokens": None if on_disk(name) else used}
     return config.model_copy(update={"dataset": name, "subset": None, **limits})
 
@@ -302,9 +301,9 @@ def _read(source: DataConfig, tokenizer: PreTrainedTokenizerBase, field: str, le
 def _tokenised(
     rows: Iterator[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig, least: int = 0
 ) -> Iterator[TokenDocument]:
-    """Documents that are long enough, until there are `config.max_tokens` tokens and those of `least` rows.
+    """Yield documents that are long enough, until they have `config.max_tokens` tokens and come from `least` rows.
 
-    The last one stays whole, unless it has a long text (`encode_text`).
+    The last document stays whole, unless it has a long text (`encode_text`).
     """
     encode, tokens, found, last = None, 0, 0, None
     with document_progress("tokenising") as advance:
@@ -323,7 +322,7 @@ def _tokenised(
 
 
 def _batches(rows: Iterator[LocatedRow], max_tokens: int | None) -> Iterator[list[LocatedRow]]:
-    """Yield the rows in batches of at most `_BATCH`; of long ones no more than `max_tokens` are likely to need."""
+    """Yield the rows in batches of at most `_BATCH` rows, and of about as much text as `max_tokens` need."""
     most = PIECE if max_tokens is None else min(PIECE, _CHARACTERS * max_tokens)
     batch: list[LocatedRow] = []
     characters = 0
@@ -338,7 +337,7 @@ def _batches(rows: Iterator[LocatedRow], max_tokens: int | None) -> Iterator[lis
 
 
 def _characters(value: Any) -> int:
-    """Return how much text there is in a row, or a part of it."""
+    """Return the number of characters in a row, or a part of it."""
     if isinstance(value, str):
         return len(value)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -347,7 +346,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def document_progress(title: str) -> Iterator[Callable[[int], None]]:
-    """Count documents on standard error: in one line of a terminal, elsewhere with a line now and then."""
+    """Show a count of documents on standard error: one line on a terminal, else a line from time to time."""
     console, log, count = Console(stderr=True), Log(), 0
     with console.status(title) if console.is_terminal else nullcontext() as status:
 

@@ -1,7 +1,7 @@
-"""Text to learn recall from, or to measure it on: spans of tokens that come twice, far apart, among ordinary text.
+"""Write repeated spans of tokens into text, far apart, for learning or measuring recall.
 
-What a model must fetch from far back is rare in text, and the first thing that less memory loses. Here the second of
-two equal spans can be predicted from the first alone, be it words or random tokens.
+Ordinary text rarely needs tokens from far back, which models with less memory lose first. Here the second of two equal
+spans can be predicted only from the first; spans are words or random tokens.
 
 Axes: N rows, L tokens per row, P pairs of spans in a row, S tokens in a slot, V ordinary tokens.
 """
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from linearize.data.rows import IGNORED, PackedRows
 
-SLOT = 64  # tokens: a row is divided into slots, and two of them, anywhere, take the two copies of a span
+SLOT = 64  # tokens: a row is divided into slots; the two copies of a span are in two of them
 SHORTEST = 8  # tokens of a span; the longest fills three quarters of its slot
 
 
 def ordinary_tokens(vocab_size: int, special: Collection[int]) -> Int[Tensor, " V"]:
-    """The token ids below `vocab_size` that are not special ones."""
+    """Return the token ids below `vocab_size` that are not special."""
     excluded = set(special)
     return torch.tensor([token for token in range(vocab_size) if token not in excluded])
 
 
 def with_repeats(rows: PackedRows, share: float, vocabulary: Int[Tensor, " V"], *, seed: int) -> PackedRows:
-    """These rows, `share` of them with pairs of equal spans written over their text, as many as have room.
+    """Return the rows with pairs of equal spans written over the text of a `share` of them, as many as fit.
 
-    Of each row's pairs, every second one is of random tokens and the others of text from another of these rows. Such a
-    row is one document. No loss is on first copies, nor on the first token of second ones, which nothing announces.
+    Every second pair of a row has random tokens, the others text from another row. A changed row is one document. First
+    copies, and the first token of second copies, which cannot be predicted, have no loss.
     """
     slots = rows.input_ids.shape[1] // SLOT
     pairs, longest = slots // 2, SLOT * 3 // 4
@@ -44,7 +44,7 @@ def with_repeats(rows: PackedRows, share: float, vocabulary: Int[Tensor, " V"], 
 
     inside = torch.arange(longest)
     lengths = SHORTEST + drawn(longest + 1 - SHORTEST, pairs, 1)
-    # The slots of each pair in the order of the text, and in each slot a place for the span.
+    # The slots of each pair in the order of the text, and the start of the span in each slot.
     order = torch.rand(len(chosen), slots, generator=generator).argsort(1)[:, : 2 * pairs]
     starts = SLOT * order.view(len(chosen), pairs, 2).sort(-1).values + drawn(SLOT - longest, pairs, 2)
     owners, begins = drawn(len(rows), pairs, 1), drawn(rows.input_ids.shape[1] - longest, pairs, 1)

@@ -1,4 +1,4 @@
-"""Rows that a model is trained and measured on: of text, examples of a task, or images."""
+"""Rows for training and measuring: packed text, examples of a task, or images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IGNORED = -100
 
 @runtime_checkable
 class Rows(Protocol):
-    """N rows, each an input of a model together with what is to be learned from it. On the CPU."""
+    """N rows of model inputs with their targets, on the CPU."""
 
     def __len__(self) -> int: ...
 
@@ -35,39 +35,40 @@ class Rows(Protocol):
         ...
 
     def rows(self, indices: Indices) -> Rows:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         ...
 
     def inputs(self) -> dict[str, Any]:
-        """Arguments of a model without a head, for all rows at once."""
+        """Return the arguments of a model's forward for all rows together, without labels."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that makes them what they are: equal rows have equal tensors."""
+        """Yield tensors that identify the rows: equal rows have equal tensors."""
         ...
 
     def compared(self, outputs: Any) -> Float[Tensor, "M C"]:
-        """Those of a model's outputs that the losses compare, row by row."""
+        """Return those of a model's outputs that the losses compare, row by row."""
         ...
 
     def targets(self) -> Tensor | None:
-        """[M]: what each of `compared` should be, a class (int64) or a number; None where only a teacher says it."""
+        """Return the target [M] of each of `compared`, a class (int64) or a number; None: only a teacher has it."""
         ...
 
 
 def on_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A model's arguments with all tensors among them on the device."""
+    """Return a model's arguments with all tensors on the device."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """N rows of L tokens: whole documents and parts of documents, one after the other, without padding.
+    """N rows of L tokens: whole documents and parts of documents, without padding.
 
-    `position_ids` restart at 0 at every document start and at every row start. `labels` hold the token at the same
-    place (the model shifts them); they are -100 where there is no loss, and wherever `position_ids` is 0, so that no
-    prediction crosses from one document into the next. `first_document` is the number of the document that each row
-    begins in; None where every row begins with a document of its own.
+    Attributes:
+        position_ids: restart at 0 at the start of every document and row.
+        labels: the token at the same place (the model shifts them); -100 without loss, and wherever `position_ids` is
+            0, so that no prediction crosses documents.
+        first_document: number of the document with which each row begins; None: every row begins a new document.
     """
 
     input_ids: Int64[Tensor, "N L"]
@@ -96,25 +97,25 @@ class PackedRows:
 
     @property
     def documents(self) -> Int64[Tensor, "N L"]:
-        """The number of each token's document."""
+        """Return the number of each token's document."""
         begins = self.position_ids == 0
         if self.first_document is None:
             return begins.flatten().cumsum(0).view_as(begins) - 1
         return self.first_document[:, None] + begins.cumsum(1) - begins[:, :1].long()
 
     def spread(self, count: int) -> PackedRows:
-        """At most `count` rows, from all documents alike: of each as many as of any other, or all that begin in it."""
+        """Return at most `count` rows, equally many of each document, or all that begin in it."""
         return self.rows(spread(self.documents[:, 0].tolist(), count, "spread"))
 
     def inputs(self) -> dict[str, Any]:
-        """Without a mask, the positions tell documents apart; with a cache, they would not."""
+        """Return tokens and positions, without a mask or cache, so that models separate documents by positions."""
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.input_ids, self.position_ids, self.labels)
 
     def compared(self, outputs: Any) -> Float[Tensor, "P V"]:
-        """The logits at t - 1 of every token t that has a label."""
+        """Return the logits at t - 1 of every token t that has a label."""
         return outputs.logits[:, :-1][self._predicted.to(outputs.logits.device)]
 
     def targets(self) -> Int64[Tensor, " P"]:
@@ -123,7 +124,7 @@ class PackedRows:
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[torch.device]:
-    """No gradients, no dropout; yields the device to put inputs on. The model's training flag is put back."""
+    """Disable gradients and dropout in the `with` block; yield the device for inputs. The training flag is restored."""
     training = model.training
     model.eval()
     try:

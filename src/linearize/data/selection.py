@@ -1,4 +1,4 @@
-"""Select training rows by how far back the teacher looks in them (LoLCATs, effective sequence length).
+"""Select training rows by the distance over which the teacher attends (LoLCATs, effective sequence length).
 
 Axes: N rows, L tokens per row, H heads.
 """
@@ -27,19 +27,17 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import SequenceLayout
 
-# No layer computes its mixer: what feeds the next layer is softmax attention. Conversion lets us watch it.
+# No layer computes this mixer: softmax outputs feed the next layer. Conversion makes them observable.
 _WATCHED = MixerConfig(span=SlidingSpan(window_size=1), feature_map=None, combine=WindowOnly())
 
 
 def effective_sequence_lengths(teacher: PreTrainedModel, rows: PackedRows) -> Float64[Tensor, " N"]:
-    """sum_i sum_{j<=i} (i - j) a_ij of each row, in tokens, a mean over heads and layers (LoLCATs eq. 9, App. B.2.2).
+    """Return sum_i sum_{j<=i} (i - j) a_ij of each row, in tokens, a mean over heads and layers (LoLCATs eq. 9).
 
-    The rows, packed samples of equal length, are what the paper ranks: a sum over tokens says little about texts of
-    different lengths. Documents in a row do not see each other.
-
-    No T x T matrix exists: attention is linear in its values, so sum_j j a_ij is what it gives where the values are
-    the positions of the keys. In fp32 (fp64 for an fp64 teacher), since bf16 holds no position above 256. The teacher
-    is left as it is.
+    As in the paper (App. B.2.2), rows are packed samples of equal length; sums over texts of different lengths cannot
+    be compared. Documents in a row do not see each other. Without a T x T matrix: attention is linear in its values, so
+    with positions of keys as values its output is sum_j j a_ij. In fp32 (fp64 for an fp64 teacher), since bf16 does not
+    represent all positions above 256. The teacher is unchanged.
 
     Raises:
         UserError: an architecture that is not supported, or an encoder.
@@ -56,18 +54,18 @@ def effective_sequence_lengths(teacher: PreTrainedModel, rows: PackedRows) -> Fl
 
 
 def reach_by(load_teacher: Callable[[], PreTrainedModel]) -> Score:
-    """A score of rows: their effective sequence lengths, by a model that is loaded when rows are to be scored."""
+    """Return a score of rows by effective sequence length; it loads the model when it is called."""
     return lambda rows: effective_sequence_lengths(load_teacher(), rows)
 
 
 def _reach(watched: PreTrainedModel, inputs: dict[str, Any]) -> Float64[Tensor, " L"]:
-    """Return how far back each token of a row looks, in tokens, as a mean over heads and layers."""
+    """Return the mean distance of each token's attention, in tokens, over heads and layers."""
     position: Tensor = inputs["position_ids"][0]
     found: list[Float[Tensor, " L"]] = []
 
     def observe(layer: Any, at: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         exact = at.accumulated()
-        # Contiguous: a fused kernel, which builds no T x T matrix, reads values of stride 1 only.
+        # Contiguous, because fused kernels, which build no T x T matrix, need values of stride 1.
         values = position[:, None].to(exact.v.dtype).expand_as(exact.v).contiguous()
         attended: Float[Tensor, "1 H L"] = softmax_output(layer, replace(exact, v=values), layout)[..., 0]
         found.append(position - attended[0].mean(dim=0))

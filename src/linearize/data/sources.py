@@ -1,4 +1,4 @@
-"""Rows out of a local file, a folder of files, or a dataset of the Hugging Face hub."""
+"""Read rows of a local file, a folder of files, or a dataset of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ LocatedRow = tuple[str, Row]  # with its place, for messages: "data row 3", of a
 logger = logging.getLogger(__name__)
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
-_NAMED = 5  # files in a message
-_LINES = 100  # line breaks of a csv cell that are worth a warning
+_NAMED = 5  # the most files named in a message
+_LINES = 100  # line breaks in a csv cell above which there is a warning
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def read_rows(config: DataConfig) -> Iterator[LocatedRow]:
-    """The rows of `config.dataset`, lazily and in a fixed order. What exists on disk is local, the rest is a hub id.
+    """Yield the rows of `config.dataset`, lazily and in a fixed order: local if the path exists, else from the hub.
 
     A text file is one row, with its text in `config.text_column`; a .txt file is cut at `DOCUMENT_SEPARATOR` into
-    several. A folder is all files of a known suffix below it, by path, hidden ones apart; it holds either text files
-    or tables. Links to files are read, links to folders are not. A warning names what a folder holds besides, and a
-    csv cell of more than `_LINES` line breaks, which a stray quotation mark may have made. A hub dataset is streamed.
+    several rows. A folder is read with all files of a known suffix below it, without hidden ones, in order of paths; it
+    has either text files or tables. Links to files are read, links to folders are not. Warnings name the other files of
+    a folder, and csv cells of more than `_LINES` line breaks, which a stray quotation mark may have made. A hub dataset
+    is streamed.
 
     Raises:
         UserError: nothing there, an unknown or unreadable file, a mixed or empty folder, columns of one name, an
@@ -70,12 +71,12 @@ def _located(rows: Iterator[Row], source: str) -> Iterator[LocatedRow]:
 
 
 def on_disk(name: str) -> bool:
-    """Return whether `read_rows` finds a dataset of this name on disk, and so does not ask the hub for it."""
+    """Return whether `read_rows` reads a dataset of this name from disk, not from the hub."""
     return _local(name).exists()
 
 
 def _suffix(path: Path) -> str:
-    """Return the end of a file's name that says how it is read; of a compressed file, both ends."""
+    """Return a file's suffix, by which its reader is chosen; for compressed files, both suffixes."""
     both = "".join(path.suffixes[-2:]).lower()
     return both if both in _COMPRESSED else path.suffix.lower()
 
@@ -85,13 +86,13 @@ def _local(name: str) -> Path:
 
 
 def files_of(name: str) -> list[Path]:
-    """The local files that a dataset of this name is read from; none of a hub id."""
+    """Return the local files of a dataset of this name; empty for a hub id."""
     path = _local(name)
     return sorted(_files_below(path)[0]) if path.is_dir() else [path] if path.is_file() else []
 
 
 def _files_below(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
-    """Return the files in a folder and those below it that can be read, and all others that are not hidden, by why."""
+    """Return the readable files below a folder, and all other files that are not hidden, by the reason."""
     files: list[Path] = []
     others: dict[str, list[Path]] = {}
     for path in folder.rglob("*"):
@@ -125,7 +126,7 @@ def _folder_rows(folder: Path, config: DataConfig) -> Iterator[LocatedRow]:
     tables = [path for path in files if _suffix(path) not in _TEXT_READERS]
     texts = [path for path in files if _suffix(path) in _TEXT_READERS]
     if tables and texts:
-        # Either reading could be meant (a README beside tables, a JSON file among sources), so neither is guessed.
+        # Either kind could be meant (tables with a README, sources with a JSON file), so this is an error.
         raise UserError(
             f"data.dataset: expected either text files or tables in {folder}, found both ({min(texts)} and "
             f"{min(tables)}); name one file or a subfolder"
@@ -190,7 +191,7 @@ def _jsonl_rows(path: Path) -> Iterator[Any]:
 
 
 def _compressed_rows(kind: str) -> Callable[[Path], Iterator[Any]]:
-    """Return a reader of JSON lines in a file of this kind, of which no more is unpacked than is read."""
+    """Return a reader of JSON lines in a compressed file of this kind, which unpacks only as much as is read."""
 
     def read(path: Path) -> Iterator[Any]:
         import pyarrow
@@ -245,7 +246,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], Iterator[Row]]:
     def read(path: Path, columns: tuple[str, ...] | None) -> Iterator[Row]:
-        # Tab-separated files of public benchmarks hold quotation marks as they are; spreadsheets' csv quotes with them.
+        # Tab-separated files of public benchmarks have literal quotation marks; spreadsheets' csv quotes cells.
         quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
         csv.field_size_limit(2**31 - 1)  # a document is one field
         with _readable(path), path.open(encoding="utf-8-sig", newline="") as lines:
@@ -277,11 +278,7 @@ def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], 
 
 
 def _require_different(names: Sequence[str], where: str) -> None:
-    """Check that no two columns have one name; of these all but the last would be lost.
-
-    Raises:
-        UserError: two have.
-    """
+    """Raise UserError if two columns have one name: all but the last of them would be lost."""
     repeated = sorted(name for name, count in Counter(names).items() if name and count > 1)
     if repeated:
         raise UserError(
@@ -345,7 +342,7 @@ def _hub_rows(name: str, subset: str | None, split: str) -> Iterator[Row]:
 
     try:
         yield from datasets.load_dataset(name, subset, split=split, streaming=True)
-    except Exception as error:  # the network, the hub and each dataset's files fail with types of their own
+    except Exception as error:  # the network, the hub and each dataset's files raise different errors
         raise UserError(
             f"data.dataset: found no file or folder {name!r}, and reading it from the hub (data.subset {subset!r}, "
             f"data.split {split!r}) failed: {type(error).__name__}: {_one_line(error)}"

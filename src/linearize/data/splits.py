@@ -1,6 +1,6 @@
 """Split items into training, validation and test; equal items stay together.
 
-By chance, but the same whatever the seed of a run is: students of several seeds are measured on the same items.
+The split is random but does not depend on the run's seed: students of several seeds are measured on the same items.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from linearize.base import UserError
 Item = TypeVar("Item")
 
 ENOUGH = 16
-"""Documents or examples that a 95 % interval needs, to cover what it says: see `evaluation.intervals.resamples`."""
+"""The least documents or examples for a reliable 95 % interval: see `evaluation.intervals.resamples`."""
 
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def connected(items: Iterable[Item], keys: Callable[[Item], Iterable[bytes]]) -> Callable[[Item], bytes]:
-    """Return a key of these items that is equal for two that share one of their keys, or that others connect so."""
+    """Return a key that is equal for items that share one of their keys, directly or through other items."""
     above: dict[bytes, bytes] = {}
 
     def top(key: bytes) -> bytes:
@@ -40,7 +40,7 @@ def connected(items: Iterable[Item], keys: Callable[[Item], Iterable[bytes]]) ->
 
 
 def copies(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items by their key, in order; those of one key are copies of each other."""
+    """Group the items by their key, in order; items with one key are copies of each other."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -48,7 +48,7 @@ def copies(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[
 
 
 def split(items: Sequence[Item], key: Callable[[Item], bytes], fraction: float) -> tuple[list[Item], list[Item]]:
-    """Items to train on and items held out, about `fraction` of all; both have some where there are two keys."""
+    """Return training items and held-out items, about `fraction` of all; with two keys, neither is empty."""
     groups = copies(items, key)
     goal = max(1, round(fraction * len(items)))
     held_out: set[bytes] = set()
@@ -57,7 +57,7 @@ def split(items: Sequence[Item], key: Callable[[Item], bytes], fraction: float) 
         if count + len(groups[name]) <= goal and len(held_out) + 1 < len(groups):
             held_out.add(name)
             count += len(groups[name])
-    # Where every item is repeated more often than the goal, the least repeated one comes nearest to it.
+    # If every item has more copies than the goal, the one with the fewest copies is held out.
     held_out = held_out or {min(groups, key=lambda name: len(groups[name]))}
     train = [item for name, group in groups.items() if name not in held_out for item in group]
     return train, [item for name, group in groups.items() if name in held_out for item in group]
@@ -70,10 +70,10 @@ def validation_and_test(
     size: Callable[[Item], int],
     wanted: int,
 ) -> tuple[list[Item], list[Item]]:
-    """The held-out items that choose checkpoints and drive schedules, and those that are measured once at the end.
+    """Divide held-out items into those that choose checkpoints and drive schedules, and the test, both shuffled.
 
-    Both in a shuffled order. The first side has `wanted` by their sizes together, but no more than a
-    quarter of the items, and leaves `ENOUGH` to the other where there are so many.
+    The sizes of the first part sum to `wanted`, but it has at most a quarter of the items, and leaves `ENOUGH` items to
+    the test if there are as many.
     """
     items = shuffled(held_out, "validation 0")
     most = max(1, min(len(items) // 4, len(items) - ENOUGH))
@@ -88,11 +88,7 @@ MORE_HELD_OUT = (
 
 
 def require_enough(found: int, what: str, advice: str = MORE_HELD_OUT) -> None:
-    """Check that there are enough items to test on.
-
-    Raises:
-        UserError: fewer than `ENOUGH`.
-    """
+    """Raise UserError if there are fewer than `ENOUGH` test items."""
     if found < ENOUGH:
         raise UserError(
             f"data: expected at least {ENOUGH} held-out {what} to test on, beside those that choose checkpoints, found "
@@ -101,11 +97,7 @@ def require_enough(found: int, what: str, advice: str = MORE_HELD_OUT) -> None:
 
 
 def require_enough_of(test: Sequence[Item], items: Sequence[Item], key: Callable[[Item], bytes], what: str) -> None:
-    """Check that there are enough items to test on; the message says how many of all `items` are copies.
-
-    Raises:
-        UserError: fewer than `ENOUGH`.
-    """
+    """Raise UserError if there are fewer than `ENOUGH` test items; the message counts copies among all `items`."""
     if len(test) >= ENOUGH:
         return
     different = len(copies(items, key))
@@ -114,7 +106,7 @@ def require_enough_of(test: Sequence[Item], items: Sequence[Item], key: Callable
 
 
 def spread(owners: Sequence[int], count: int, stream: str) -> list[int]:
-    """The places of `count` items, ascending: of each owner as many as of any other, or all that it has."""
+    """Return indices of `count` items, ascending: equally many of each owner, or all that it has."""
     taken: Counter[int] = Counter()
     turns = []
     for place in shuffled(range(len(owners)), stream):
@@ -124,11 +116,11 @@ def spread(owners: Sequence[int], count: int, stream: str) -> list[int]:
 
 
 def without(items: Sequence[Item], excluded: Sequence[Item], key: Callable[[Item], bytes]) -> list[Item]:
-    """The items that have no copy among the excluded ones."""
+    """Return the items that have no copy among the excluded ones."""
     keys = {key(item) for item in excluded}
     return [item for item in items if key(item) not in keys]
 
 
 def shuffled(items: Sequence[Item], stream: str) -> list[Item]:
-    """In an order that the name of the stream decides: one per purpose, so that no shuffle depends on another one."""
+    """Shuffle items by the name of the stream: one per purpose, so that shuffles do not depend on each other."""
     return random.Random(stream).sample(list(items), len(items))

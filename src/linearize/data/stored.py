@@ -1,4 +1,4 @@
-"""Packed rows in a file: tokenised once, and mapped from then on, so that what is in memory is what is being read."""
+"""Store packed rows in a file, which is mapped into memory: later starts do not tokenise again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIELDS = ("input_ids", "position_ids", "labels", "first_document")
 
 
 def source_identity(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> str:
-    """The sha256 of what rows are made from: settings, tokenizer, and of local files their names, sizes and times."""
+    """Return the sha256 of the sources of rows: settings, tokenizer, and names, sizes and times of local files."""
     named = [name for name in (config.dataset, config.validation_dataset) if name is not None]
     files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for name in named for path in files_of(name)]
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -55,10 +55,10 @@ def write_dataset(path: Path, dataset: Dataset, identity: str) -> None:
 
 
 def read_dataset(path: Path, identity: str | None) -> Dataset | None:
-    """The rows that were written there, mapped; None where there are none, or they were made from something else.
+    """Return the stored rows, mapped into memory; None: there are none, or they have other sources.
 
     Args:
-        identity: of what they have to be made from (`source_identity`); None: from anything.
+        identity: required `source_identity`; None: any.
 
     Raises:
         UserError: the file is damaged.

@@ -1,4 +1,4 @@
-"""Examples that are made, not read: associative recall and ListOps. What is held out is the same for every seed."""
+"""Generate examples of associative recall and ListOps. Held-out examples are equal for all seeds."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from linearize.hf.teacher import TeacherShape
 
 
 def recall_rows(task: AssociativeRecall, examples: int, *, labels: str, seed: str) -> PackedRows:
-    """Sequences of keys (the lower half of the vocabulary) and values in turn; the last key has been there before.
+    """Return sequences of alternating keys (the lower half of the vocabulary) and values; the last key is a repetition.
 
     Args:
-        labels: ``last``: the last value alone carries a loss; ``every``: so does that of every key seen before.
+        labels: ``last``: only the last value has a loss; ``every``: the value of every repeated key has one.
     """
     generator = torch.Generator().manual_seed(Random(seed).getrandbits(63))
     half, pairs = task.vocabulary_size // 2, task.length // 2
@@ -64,15 +64,15 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MED": lambda values: int(median(values)),
     "[SM": lambda values: sum(values) % 10,
 }
-NESTED = 0.25  # of an operator's arguments are operators, above the greatest depth
+NESTED = 0.25  # share of an operator's arguments that are operators, below the greatest depth
 PAD, CLS = 0, 1
 TOKENS = {name: index for index, name in enumerate(("[PAD]", "[CLS]", *map(str, range(10)), *OPERATORS, "]"))}
 
 
 def expression(random: Random, task: ListOps, depth: int = 1, room: int | None = None) -> tuple[list[str], int] | None:
-    """A random expression as its tokens, and its value; None once it is longer than `room` tokens.
+    """Return the tokens and the value of a random expression; None: it is longer than `room` tokens.
 
-    Most expressions grow without end, so that what is given up early saves nearly all of the time.
+    Most random expressions grow far too long, so stopping early saves most of the time.
     """
     room = task.max_length if room is None else room
     operator = random.choice(list(OPERATORS))
@@ -93,7 +93,7 @@ def expression(random: Random, task: ListOps, depth: int = 1, room: int | None =
 
 
 def expressions(task: ListOps, seed: str) -> Iterator[Example]:
-    """Yield different expressions of the lengths that the task allows, without end."""
+    """Yield different expressions of the task's lengths, endlessly."""
     random, seen = Random(seed), set[bytes]()
     while True:
         made = expression(random, task)
@@ -125,13 +125,7 @@ def _listops(task: ListOps, use_cache: bool | None) -> Dataset:
 
 
 def check_generated(config: DataConfig, shape: TeacherShape, classes: Classes) -> None:
-    """Check that a model has the tokens and classes that a built-in task needs, and that the task has no other data.
-
-    Other tasks pass.
-
-    Raises:
-        UserError: the model has not, or the task has.
-    """
+    """Raise UserError if a model lacks tokens or classes of a built-in task, or this task has other data too."""
     task = config.task
     recalls = isinstance(task, AssociativeRecall)
     if recalls and (shape.vocab_size < task.vocabulary_size or shape.bidirectional):
@@ -155,11 +149,7 @@ def check_generated(config: DataConfig, shape: TeacherShape, classes: Classes) -
 def build_generated(
     config: DataConfig, shape: TeacherShape, classes: Classes, *, seed: int, use_cache: bool | None
 ) -> Dataset:
-    """The examples of a task that is built in.
-
-    Raises:
-        UserError: a model without the tokens or classes that the task needs, or one of another kind; or a dataset.
-    """
+    """Return the examples of a built-in task; raises as `check_generated`."""
     task: Any = config.task
     check_generated(config, shape, classes)
     return _recall(task, seed) if isinstance(task, AssociativeRecall) else _listops(task, use_cache)

@@ -1,4 +1,4 @@
-"""Rows as token documents: text, Alpaca instructions, chats, summaries. Labels mark the tokens that carry the loss."""
+"""Turn rows into token documents: text, Alpaca instructions, chats, summaries. Labels mark tokens with a loss."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ ALPACA_WITHOUT_INPUT = (
 )
 SAMSUM = "Summarize this dialog:\n{dialogue}\n---\nSummary:\n"
 
-PIECE = 2**20  # characters of a text that are tokenized at once: a tokenizer needs far more memory than the text
-MESSAGES = 256  # of a conversation: a template renders all of them for each reply, so more are read only if needed
-_MARK = "\ue000"  # stands in no text: for private use
+PIECE = 2**20  # characters per tokenizer call, which needs far more memory than the text
+MESSAGES = 256  # messages of a conversation; more are used only if needed, since templates render all for each reply
+_MARK = "\ue000"  # a private-use character, which texts do not contain
 _ROLES = ("system", "user", "assistant")
 _NO_TEXT = ("tool_calls", "function_call", "audio")  # of a message, beside its text
 _TOOLS = ("tools", "functions")  # columns
@@ -52,10 +52,10 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class TokenDocument:
-    """One document: its tokens, and for each the token again, or `IGNORED` where it carries no loss.
+    """One document: its tokens, and labels, which are the tokens again or `IGNORED` without loss.
 
     Attributes:
-        row: the place of a row that may give several documents; None: the document stands alone.
+        row: the place of a row that may have several documents; None: the document is the whole row.
     """
 
     input_ids: Int64[Tensor, " T"]
@@ -66,7 +66,7 @@ class TokenDocument:
         return len(self.input_ids)
 
     def cut(self, length: int) -> tuple[TokenDocument, TokenDocument]:
-        """The first `length` tokens, and the rest."""
+        """Return the first `length` tokens, and the rest."""
         return (
             TokenDocument(self.input_ids[:length], self.labels[:length]),
             TokenDocument(self.input_ids[length:], self.labels[length:]),
@@ -74,11 +74,11 @@ class TokenDocument:
 
 
 Encoder = Callable[[Sequence[LocatedRow], PreTrainedTokenizerBase, DataConfig], Iterator[TokenDocument]]
-"""Make the documents of some rows, one by one as they are needed."""
+"""Yield the documents of some rows, lazily."""
 
 
 def encoder_for(columns: Collection[str], config: DataConfig) -> Encoder:
-    """The encoder of `config.format`; `auto` goes by the columns of the first row."""
+    """Return the encoder of `config.format`; `auto` decides by the columns of the first row."""
     if config.format != "auto":
         return _ENCODERS[config.format]
     if "messages" in columns:
@@ -93,10 +93,10 @@ def encoder_for(columns: Collection[str], config: DataConfig) -> Encoder:
 def encode_text(
     rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> Iterator[TokenDocument]:
-    """``BOS text EOS``, each only where the tokenizer has it, with loss on every token. Blank texts are left out.
+    """Yield ``BOS text EOS`` with loss on every token; BOS and EOS only if the tokenizer has them. Skip blank texts.
 
-    A text of more than PIECE characters is tokenized piece by piece. Once `config.max_tokens` are reached, the rest of
-    it is dropped, and no EOS follows. The other formats do so, too.
+    A text of more than PIECE characters is tokenized piece by piece. Once there are `config.max_tokens` tokens, its
+    rest is dropped, and no EOS follows. The other formats do the same.
     """
     hint = "set data.text_column to the column that holds the text"
     texts = [_string(row, config.text_column, where, hint) for where, row in rows]
@@ -107,14 +107,14 @@ def encode_text(
 
 
 def _most(config: DataConfig) -> int | None:
-    """Return how many tokens of one text are enough; None: only all of them."""
+    """Return the number of tokens after which a text may be cut; None: never."""
     return None if config.max_tokens is None else max(config.max_tokens, config.min_document_tokens)
 
 
 def _tokens_of(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, most: int | None
 ) -> Iterator[tuple[list[int], bool]]:
-    """Yield the tokens of each text, of a long one not many more than `most`, and whether they are all that it has."""
+    """Yield the tokens of each text, little more than `most` of a long one, and whether these are all of its tokens."""
     short = iter(_tokenise([text for text in texts if len(text) <= PIECE], tokenizer))
     for text in texts:
         yield (next(short), True) if len(text) <= PIECE else _tokenise_long(text, tokenizer, most)
@@ -144,7 +144,7 @@ def _pieces(text: str) -> Iterator[tuple[int, str]]:
 def encode_alpaca(
     rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> Iterator[TokenDocument]:
-    """``BOS prompt`` without loss, then ``output EOS`` with it (LoLCATs; the Stanford Alpaca templates)."""
+    """Yield ``BOS prompt`` without loss, then ``output EOS`` with loss (LoLCATs; the Stanford Alpaca templates)."""
     hint = "data.format alpaca needs the columns instruction and output"
     prompts, outputs = [], []
     for where, row in rows:
@@ -159,7 +159,7 @@ def encode_alpaca(
 def encode_samsum(
     rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> Iterator[TokenDocument]:
-    """``BOS prompt`` without loss, then ``summary EOS`` with it (Hedgehog's template for SAMSum)."""
+    """Yield ``BOS prompt`` without loss, then ``summary EOS`` with loss (Hedgehog's template for SAMSum)."""
     hint = "data.format samsum needs the columns dialogue and summary"
     prompts = [SAMSUM.format(dialogue=_string(row, "dialogue", where, hint)) for where, row in rows]
     summaries = [_string(row, "summary", where, hint) for where, row in rows]
@@ -182,17 +182,17 @@ def _completions(
 def encode_chat(
     rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> Iterator[TokenDocument]:
-    """`messages` through the tokenizer's chat template, with loss on the assistant's turns.
+    """Yield `messages` rendered by the tokenizer's chat template, with loss on the assistant's turns.
 
-    A template with ``{% generation %}`` blocks says itself which tokens are the assistant's; the generation prompt at
-    the begin of a block and what follows its end token carry no loss. For any other template, a turn is what rendering
-    the conversation up to it adds to the generation prompt of the conversation before it, up to the special token that
-    ends it. An opening assistant turn then carries no loss: there is no conversation before it to render.
+    A template with ``{% generation %}`` blocks marks the assistant's tokens; the generation prompt at the beginning of
+    a block and text after its end token have no loss. For other templates, a turn is the text that the rendered
+    conversation adds to the generation prompt before it, up to the special token that ends it. Then a first turn of the
+    assistant has no loss, since there is no conversation before it.
 
-    A conversation becomes one document per reply, with loss on that reply alone, where its earlier turns are rendered
-    differently once later ones follow: by templates that leave out earlier thoughts, or that write the system prompt
-    before the last question. `TokenDocument.row` says which documents are of one conversation. Of more than MESSAGES
-    messages, no more are read than `config.max_tokens` need.
+    If a template renders earlier turns differently once later ones follow (it leaves out earlier thoughts, or writes
+    the system prompt before the last question), the conversation becomes one document per reply, with loss on that
+    reply alone. `TokenDocument.row` is equal for documents of one conversation. Of more than MESSAGES messages, only as
+    many are used as `config.max_tokens` needs.
 
     Raises:
         UserError: no (default) chat template, a slow tokenizer, not a conversation of texts, a role that the template
@@ -224,11 +224,10 @@ def encode_chat(
 
 
 def _with_known_roles(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Return the messages, with the role assistant for another that the template knows and renders in the same way.
+    """Return the messages, with the role assistant in place of other roles that the template renders in the same way.
 
     Raises:
-        UserError: a role that the template renders like any word, so that replies of that role would carry no loss; an
-            empty reply.
+        UserError: a role that the template does not know, whose replies would have no loss; or an empty reply.
     """
     for role in sorted({message["role"] for message in messages} - set(_ROLES)):
         rendered = _render(messages, tokenizer)
@@ -272,12 +271,12 @@ def _rendered(messages: list[Row], tokenizer: PreTrainedTokenizerBase, *, prompt
 
 
 def _render(messages: list[Row], tokenizer: PreTrainedTokenizerBase, *, prompt: bool = False) -> str:
-    """Return the conversation as text, with the prompt for a reply behind it if `prompt` is set."""
+    """Return the conversation as text, followed by the prompt for a reply if `prompt` is set."""
     return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
 
 
 def _marked(messages: list[Row], index: int, *, in_front: bool = False) -> list[Row]:
-    """Return the messages with a mark behind the text of one of them, or in front of it."""
+    """Return the messages with a mark after the text of one of them, or before it."""
     text = messages[index]["content"]
     marked = list(messages)
     marked[index] = messages[index] | {"content": _MARK + text if in_front else text.rstrip() + _MARK}
@@ -305,7 +304,7 @@ def _encode_by_block(
 
 
 def _header(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the template writes between the text of a message and the reply to it; empty without such a one."""
+    """Return the template's text between a message and the reply to it; empty if there is no such message."""
     asked = [number for number, message in enumerate(messages, 1) if message["role"] != "assistant"]
     if not asked:
         return ""
@@ -330,18 +329,18 @@ def _encode_by_prefix(
 def _last_turn(
     messages: list[Row], tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]
 ) -> tuple[str, tuple[int, int]]:
-    """Return a rendered conversation that ends with a reply, and where the reply and its end token are in it.
+    """Return a rendered conversation that ends with a reply, and the span of the reply with its end token.
 
-    Where the conversation does not begin with the prompt that asks for the reply, the text is that prompt up to the end
-    of the last message, and from there on the conversation. The loss then begins behind the whole prompt; where the
-    prompt goes on otherwise (with the begin of a thought), behind all that is in front of the reply's own text. A reply
-    of which the template leaves a part out follows the prompt if it begins as the prompt ends.
+    If the conversation does not begin with the reply's prompt, the text is the prompt up to the end of the last
+    message, followed by the rest of the conversation. The loss then begins after the whole prompt; if the prompt
+    continues differently (with the beginning of a thought), after all text before the reply's own. If the template
+    omits a part of the reply, the reply follows the prompt if it begins as the prompt ends.
 
     Args:
         ends: special tokens.
 
     Raises:
-        UserError: the template changes the text of the reply, or writes the prompt in another way than the reply.
+        UserError: the template changes the text of the reply, or renders the prompt differently from the reply.
     """
     prompt, rendered = _render(messages[:-1], tokenizer, prompt=True), _render(messages, tokenizer)
     text_ends = _render(_marked(messages, -1), tokenizer).rfind(_MARK)
@@ -375,10 +374,10 @@ def _last_turn(
 
 
 def _rest(header: str, rendered: str, reply: str) -> str | None:
-    """Return what follows in a reply that begins as its header ends; None for any other reply.
+    """Return the rest of a reply that begins as its header ends; None for any other reply.
 
     Args:
-        rendered: the reply with its header, as the conversation has them. What only `header` has begins the reply.
+        rendered: the reply with its header in the conversation. Text that only `header` has begins the reply.
     """
     reply, header = reply.strip(), header.rstrip()
     differ = (place for place, (one, other) in enumerate(zip(header, rendered, strict=False)) if one != other)
@@ -387,13 +386,13 @@ def _rest(header: str, rendered: str, reply: str) -> str | None:
 
 
 def _end_of_turn(rendered: str, text_ends: int, ends: Sequence[str]) -> int:
-    """Return where the last turn of a rendered conversation ends: after the first special token behind its text.
+    """Return the end of the last turn of a rendered conversation: after the first special token that follows its text.
 
     Some templates write a line break or the header of the next turn after that token. The model stops at the token, so
-    what follows it carries no loss. Without such a token the turn ends with the conversation.
+    this text has no loss. Without such a token the turn ends with the conversation.
 
     Args:
-        text_ends: where the text of the turn ends in `rendered`.
+        text_ends: end of the turn's text in `rendered`.
         ends: special tokens.
     """
     found = [place + len(token) for token in ends if (place := rendered.find(token, text_ends)) >= 0]
@@ -409,9 +408,9 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def _with_loss_within(
     text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, most: int | None
 ) -> TokenDocument:
-    """Return the tokens of a rendered conversation, with loss within these spans of its characters, in their order.
+    """Return the tokens of a rendered conversation, with loss in these ascending spans of its characters.
 
-    As of other texts, no more pieces are read than `most` tokens need.
+    As for other texts, only as many pieces are tokenized as `most` tokens need.
     """
     ids: list[int] = []
     carries_loss: list[bool] = []
@@ -457,7 +456,7 @@ def _messages(row: Row, where: str) -> list[Row]:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return whether a value is nothing, or the JSON of nothing, as tables write it that have no column of lists."""
+    """Return whether a value is empty, or JSON text of an empty value, as tables without list columns write it."""
     try:
         return not (json.loads(value) if isinstance(value, str) and value.strip() else value)
     except (ValueError, RecursionError):
@@ -465,10 +464,10 @@ def _is_empty(value: Any) -> bool:
 
 
 def _content(message: Row, where: str) -> str:
-    """The text of a message: a string, or text parts as OpenAI's API has them, which are joined.
+    """Return the text of a message: a string, or the joined text parts of OpenAI's API.
 
     Raises:
-        UserError: there is none, it has other parts, or the message calls tools or speaks.
+        UserError: there is no text, it has other parts, or the message has tool calls or audio.
     """
     for name in _NO_TEXT:
         if not _is_empty(message.get(name)):
@@ -501,7 +500,7 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
         return []
     for text in texts:
         check_text(text, "data")
-    # verbose=False: documents longer than the model's context are cut when they are packed, no need to warn.
+    # verbose=False: no warning about texts longer than the model's context; packing cuts documents.
     encoded = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )
@@ -509,5 +508,5 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
 
 
 def _special(token_id: object) -> list[int]:
-    """The id as a list, empty where the tokenizer has no such token."""
+    """Return the id as a list, empty if the tokenizer has no such token."""
     return [token_id] if isinstance(token_id, int) else []
