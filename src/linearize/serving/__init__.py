@@ -1,1 +1,1 @@
-"""Converted models behind an OpenAI-compatible API: by vLLM, or by transformers' own server."""
+"""Serve converted models by an OpenAI-compatible API, with vLLM or with transformers' own server."""

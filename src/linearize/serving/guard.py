@@ -1,4 +1,4 @@
-"""Limits of the server that apply before a request is parsed: its key, its size, its duration, and connections."""
+"""Limits of the server that apply before a request is parsed: key, size, duration and number of connections."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol  # type: ignore[import-n
 
 HEAD_SECONDS = 10  # to receive the head of a request
 BODY_SECONDS = 30  # to receive its body
-DISCARD_SECONDS = 2  # to receive the body of a request that is refused by its head
-MOST_CONNECTIONS = 128  # at a time
-BYTES_PER_TOKEN = 16  # of a body; a token of English text has about 4, and a character escaped as in JSON 6
-OTHER_BYTES = 65_536  # of a body, beside the prompt
-
-_CLOSE = {"Connection": "close"}  # of the response to a request whose body was not read to its end
+DISCARD_SECONDS = 2  # to receive the body of a request that is refused because of its head
+MOST_CONNECTIONS = 128  # open at a time
+BYTES_PER_TOKEN = 16  # allowed in a body; a token of English text has about 4, a character escaped in JSON has 6
+OTHER_BYTES = 65_536  # allowed in a body in addition to the prompt
+_CLOSE = {"Connection": "close"}  # header of a response whose request's body was not read to its end
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -39,7 +38,7 @@ class Guard:
 
         Args:
             app: an ASGI application.
-            api_key: the key that requests must have; None: they need none.
+            api_key: the key that requests must send; None: no key.
             open_paths: paths that need no key.
             most_bytes: largest size of a body.
             body_seconds: longest time to receive it.
@@ -117,7 +116,7 @@ class LimitedProtocol(H11Protocol):
     _head_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Do as uvicorn; close the connection at once if there are too many."""
+        """Accept a connection as uvicorn does, or close it if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
@@ -125,12 +124,12 @@ class LimitedProtocol(H11Protocol):
             self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Do as uvicorn; measure the time of a head from its first byte."""
+        """Read data as uvicorn does, and start the timer of a head at its first byte."""
         super().data_received(data)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Do as uvicorn."""
+        """Stop the timer, and close as uvicorn does."""
         if self._head_due is not None:
             self._head_due.cancel()
         super().connection_lost(exc)
@@ -146,12 +145,12 @@ class LimitedProtocol(H11Protocol):
 
 
 def refusal(status: int, message: str, field: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Return the response to a request that is refused, or that failed."""
+    """Return the response to a request that was refused or that failed."""
     return JSONResponse(error_of(status, message, field), status, headers)
 
 
 def error_of(status: int, message: str, field: str | None = None) -> dict[str, Any]:
-    """Return an error as OpenAI's API has it."""
+    """Return an error in the format of OpenAI's API."""
     message = message.encode("utf-8", "replace").decode()
     kind = "invalid_request_error" if status < 500 else "internal_error"
     return {"error": {"message": message, "type": kind, "param": field, "code": status}}

@@ -1,4 +1,4 @@
-"""Limit the work for requests: the length of the queue, the time of an answer, and an early end."""
+"""Limit the work for requests: the length of the queue and the time of an answer; cancel requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 T = TypeVar("T")
 
-MOST_QUEUED = 64  # requests of one model that are in progress or wait
-MOST_SECONDS = 600.0  # of the generation of one request
+MOST_QUEUED = 64  # requests of one model in progress or waiting
+MOST_SECONDS = 600.0  # time of one generation
 
 
 class Ended(HTTPException):
-    """The generation was ended early; the message is for its client."""
+    """A generation was ended early; the message is for its client."""
 
     def __str__(self) -> str:
         """Return the message alone; transformers puts it into the stream."""
@@ -31,14 +31,14 @@ class Ended(HTTPException):
 
 
 class Job:
-    """The work for one request: its prompt is tokenized, it waits, and an answer is generated.
+    """The work for one request: tokenize the prompt, wait in the queue, generate the answer.
 
-    It is made by the task that handles the request and runs in the thread of its model. The two know it by a context
+    The task that handles the request makes the job, and the thread of its model runs it. Both read it from a context
     variable, because transformers' handlers between them do not pass it on.
     """
 
     def __init__(self, most_seconds: float) -> None:
-        """Make a job whose generation may take so many seconds."""
+        """Make a job whose generation may take `most_seconds`."""
         self.most_seconds = most_seconds
         self._deadline = float("inf")
         self._reason: tuple[int, str] | None = None  # why it ended: status and message
@@ -46,7 +46,7 @@ class Job:
         self._callbacks: list[Callable[[], None]] = []
 
     def cancel(self, status: int, message: str) -> None:
-        """End it: at once where it waits, else before the next layer of its model; call this in the server's thread."""
+        """End the job while it waits, or else before the next layer of its model. Call this in the server's thread."""
         if self._reason is None:
             self._reason = status, message
             for future in self._waiting:
@@ -55,11 +55,11 @@ class Job:
                 callback()
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Have a function called when the job is cancelled."""
+        """Register a function to call when the job is cancelled."""
         self._callbacks.append(callback)
 
     async def result_of(self, future: asyncio.Future[T]) -> T:
-        """Wait for a future that is cancelled if the job ends first.
+        """Return the result of a future, which is cancelled if the job ends first.
 
         Raises:
             Ended: the job ended.
@@ -78,10 +78,10 @@ class Job:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make it the job of this thread, and start its time.
+        """Make this the current job of the thread, and start its time limit.
 
         Raises:
-            Ended: it was cancelled before it could start.
+            Ended: the job was cancelled before it started.
         """
         self._deadline = time.monotonic() + self.most_seconds
         token = _current.set(self)
@@ -92,7 +92,7 @@ class Job:
             _current.reset(token)
 
     def check(self) -> None:
-        """Raise `Ended` if it was cancelled, or if its time is over."""
+        """Raise `Ended` if the job was cancelled or its time is over."""
         if self._reason is not None:
             raise Ended(*self._reason)
         if time.monotonic() > self._deadline:
@@ -110,13 +110,13 @@ class ModelQueue(GenerateManager):
     """transformers' queue of one model, whose requests run one after another, with a limit on its length."""
 
     def __init__(self, most_queued: int) -> None:
-        """Make an empty queue for so many requests in progress or waiting."""
+        """Make an empty queue for at most `most_queued` requests in progress or waiting."""
         super().__init__()
         self.most_queued = most_queued
         self.jobs: set[Job] = set()
 
     def admit(self, job: Job) -> None:
-        """Count a request from now on, before its prompt is tokenized, until it is taken out of `jobs` or cancelled.
+        """Count a request, before its prompt is tokenized, until it is removed from `jobs` or cancelled.
 
         Raises:
             HTTPException: the queue is full (429).
@@ -131,11 +131,11 @@ class ModelQueue(GenerateManager):
         job.on_cancel(lambda: self.jobs.discard(job))
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queue a generation that streams."""
+        """Queue a generation that streams; return its future."""
         return super().submit(_as_job(partial(fn, *args, **kwargs)))
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Queue a generation that does not stream; return its result, for which the job need not wait once it ends."""
+        """Queue a generation that does not stream; return an awaitable of its result, which ends when the job does."""
         job = _current.get()
         assert job is not None, "a generation outside a job"
         inner = super().async_submit(_as_job(partial(fn, *args, **kwargs)))
@@ -151,7 +151,7 @@ class ModelQueue(GenerateManager):
 
 
 def _as_job(generate: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what runs a generation as the current job; once the job is cancelled it holds no inputs."""
+    """Return a function that runs a generation as the current job; it drops the inputs if the job is cancelled."""
     job = _current.get()
     assert job is not None, "a generation outside a job"
     work = [generate]
@@ -172,10 +172,10 @@ class Generation(GenerationState):
     def __init__(
         self, models: Iterable[PreTrainedModel], *, most_queued: int = MOST_QUEUED, most_seconds: float = MOST_SECONDS
     ) -> None:
-        """Let the jobs of these models be ended before each layer.
+        """Add hooks that check the current job before each layer of these models.
 
         Args:
-            models: models with their layers in lists of modules.
+            models: models whose layers are in an `nn.ModuleList`.
             most_queued: most requests of one model in progress or waiting.
             most_seconds: longest time of one generation.
         """
@@ -193,13 +193,13 @@ class Generation(GenerationState):
         return self._queues.setdefault(model_id, ModelQueue(self.most_queued))
 
     def job(self) -> Job:
-        """Return a new job, which is that of the current task from now on."""
+        """Return a new job, and make it the job of the current task."""
         job = Job(self.most_seconds)
         _current.set(job)
         return job
 
     def cancel_all(self) -> None:
-        """End all jobs, because the server ends."""
+        """Cancel all jobs, because the server shuts down."""
         for queue in self._queues.values():
             for job in list(queue.jobs):
                 job.cancel(503, "the server shuts down")

@@ -1,4 +1,4 @@
-"""The page of ``linearize serve --ui``: a student beside its teacher, and what each holds as a conversation grows."""
+"""The page of ``linearize serve --ui``: a student next to its teacher, and the growth of their caches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from linearize.hf.teacher import TeacherShape
 
 @dataclass(frozen=True)
 class Page:
-    """`html`: the page, which asks for nothing but the server's own API; `policy`: the browser is held to that;
-    `about`: what it shows of the models besides their answers.
-    """
+    """The page (`html`, calls only the server's own API), its Content-Security-Policy, and `about` the models."""
 
     html: str
     policy: str
@@ -30,9 +28,11 @@ class Page:
 
 
 def make_page(student: tuple[str, PreTrainedModel], teacher: str | None, *, chats: bool) -> Page:
-    """The page for a linearized model, by its name and itself, and its teacher by its name.
+    """Return the page for a linearized model.
 
     Args:
+        student: its name and the model.
+        teacher: the teacher's name, if it is served.
         chats: whether they have a chat template; else they continue text.
     """
     html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -43,8 +43,9 @@ def make_page(student: tuple[str, PreTrainedModel], teacher: str | None, *, chat
 
 
 def about(student: tuple[str, PreTrainedModel], teacher: str | None, *, chats: bool) -> dict[str, Any]:
-    """The models in the order of their columns, and the bytes of cache that each holds after n tokens:
-    ``constant_bytes + n * bytes_per_token``, as `linearize plan` counts them, in the model's dtype.
+    """Return the data of the page: the models in the order of their columns, and the size of their caches.
+
+    After n tokens a cache has ``constant_bytes + n * bytes_per_token`` bytes, in the model's dtype (`linearize plan`).
     """
     name, model = student
     config: Any = model.config

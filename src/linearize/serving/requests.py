@@ -1,8 +1,7 @@
-"""Requests to the server on a laptop, checked.
+"""Check requests to transformers' server.
 
-transformers' handlers pass over fields that they do not know how to honour, and end in a traceback where a value makes
-no sense. So requests are checked before them: a field is honoured, is accepted with the one value that changes nothing,
-or is refused by name.
+transformers' handlers ignore fields that they do not support, and fail with a traceback on invalid values. So requests
+are checked first: a field is supported, accepted with its default value only, or refused by name.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from linearize.base import check_text
 
-GREEDY = 1e-5  # temperatures below choose the likeliest token, as in vLLM
-_MOST_FIELDS = 64  # of an object
+GREEDY = 1e-5  # temperatures below this choose the likeliest token, as in vLLM
+_MOST_FIELDS = 64  # of one JSON object
 _LARGEST_SEED = 2**63 - 1  # of torch's generator
-
-# UserError is a ValueError, which is what pydantic takes for a refusal.
+# UserError is a ValueError, which pydantic reports as a validation error.
 Text = Annotated[str, AfterValidator(lambda text: check_text(text, "text"))]
 Zero = Annotated[float, Field(ge=0, le=0)]
 Stop = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
 class _Body(BaseModel):
-    # A body can hold many errors, of which one is told: what can be long ends with its first, so that none takes long.
+    # Only one error of a body is reported, so long lists stop at their first error (`fail_fast`), which is fast.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -37,14 +35,14 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """Usage comes with the last chunk of every stream."""
+    """Options of a stream, accepted without effect: the last chunk always has the usage."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class Generation(_Body):
-    """Fields of both endpoints. Those from `n` on have one value that changes nothing."""
+    """Fields of both endpoints. Fields from `n` on are accepted with their default value only."""
 
     model: str | None = None
     stream: bool | None = None
@@ -60,7 +58,7 @@ class Generation(_Body):
     presence_penalty: Zero | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """The fields that transformers honours, with the names and values by which it does."""
+        """Return the fields that transformers supports, with its names and values."""
         found = self.model_dump(include={"stream", "max_tokens", "temperature", "top_p", "seed"}, exclude_none=True)
         if self.temperature is not None and self.temperature < GREEDY:
             found["temperature"] = 0.0
@@ -75,7 +73,7 @@ class TextPart(_Body):
 
 
 class Message(_Body):
-    """A turn of a conversation; the fields from `refusal` on are those of an answer that is sent back, and empty."""
+    """A turn of a conversation; an earlier answer has the empty fields from `refusal` on."""
 
     role: Annotated[Text, Field(min_length=1)]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -102,12 +100,12 @@ class ChatRequest(Generation):
     response_format: ResponseFormat | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """As of `Generation`; both names of the limit on tokens are one."""
+        """Return those of `Generation`, with `max_completion_tokens` as `max_tokens`."""
         found = super().sampling()
         return found if self.max_completion_tokens is None else found | {"max_tokens": self.max_completion_tokens}
 
     def turns(self) -> list[dict[str, Any]]:
-        """The conversation as transformers reads it."""
+        """Return the conversation in transformers' format."""
         return [message.model_dump(include={"role", "content"}) for message in self.messages]
 
 
@@ -122,7 +120,7 @@ class CompletionRequest(Generation):
 
 
 class TokenizeRequest(_Body):
-    """The body of ``POST /tokenize``, as of vLLM: a text or a conversation."""
+    """The body of ``POST /tokenize``, as in vLLM: a text or a conversation."""
 
     model: str | None = None
     prompt: Text | None = None
@@ -130,9 +128,9 @@ class TokenizeRequest(_Body):
 
 
 def fault(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """The first of pydantic's errors about a body as one line, and the field that it is about.
+    """Return the first of pydantic's errors about a body as one line, and the name of its field.
 
-    What was found is not repeated: it can be long, and of any bytes.
+    The invalid value is not repeated: it can be long and have any bytes.
     """
     kind, places = errors[0]["type"], [part for part in errors[0]["loc"] if part != "body"]
     if kind == "json_invalid":

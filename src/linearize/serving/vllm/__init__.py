@@ -1,10 +1,10 @@
-"""Converted models within vLLM, by its plugin interface: `vllm serve OUT/model`, `LLM(model=...)`."""
+"""vLLM plugin for converted models: `vllm serve OUT/model`, `LLM(model=...)`."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-# vLLM's modules of the base classes whose attention calls `self.attn(q, k, v)` once RoPE is done.
+# vLLM's modules of the base classes whose attention calls `self.attn(q, k, v)` after RoPE.
 BASES = {
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
@@ -21,7 +21,7 @@ BASES = {
 
 
 def register() -> None:
-    """Tell vLLM of the converted models' classes; it calls this in each of its processes (`vllm.general_plugins`)."""
+    """Register the converted models' classes; vLLM calls this in each of its processes (`vllm.general_plugins`)."""
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
@@ -31,10 +31,10 @@ def register() -> None:
 
     for classes in MODEL_CLASSES.values():
         for cls in (cls for made in classes.values() for cls in made):
-            # vLLM looks at a model's class before it asks whether we refuse it: at one that is there.
+            # vLLM imports a model's class before `ServingConfig` can refuse it, so name one that exists.
             served = cls.__name__ if cls.__name__.removeprefix("Linearized") in BASES else "LinearizedLlamaForCausalLM"
             ModelRegistry.register_model(cls.__name__, f"linearize.serving.vllm.models:{served}")
             MODELS_CONFIG_MAP[cls.__name__] = ServingConfig
-    # What the compiler cuts a model at: the rest of it can be one CUDA graph from layer to layer.
+    # The compiler splits a model at this operator; the parts between can be CUDA graphs.
     if "vllm::linearize_mixer" not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append("vllm::linearize_mixer")

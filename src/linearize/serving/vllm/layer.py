@@ -1,8 +1,8 @@
-"""The layer that stands within vLLM's own attention where softmax over pages of keys and values stood.
+"""The layer that replaces paged softmax attention in vLLM's attention modules.
 
-vLLM lends every sequence a page for each such layer (`MambaSpec`). A step reads the states from the pages, lets the
-layer's mixer go on from them, and writes them back: all sequences with one more token at once, each piece of a prompt
-by itself, which may start within a state.
+vLLM allocates a page per sequence for each such layer (`MambaSpec`). A step reads the states from the pages, runs the
+layer's mixer from them, and writes them back. Sequences with one new token are batched; each part of a prompt is
+processed separately, and can continue from a state.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -34,7 +34,7 @@ from linearize.serving.vllm.pages import PageLayout, stateful
 
 
 class Extras(NamedTuple):
-    """Inputs of a mixer besides q, k and v: the layer's input [N, E]; positions [N], and q and k before RoPE."""
+    """Inputs of a mixer besides q, k and v: the layer's input [N, E], positions [N], and q and k before RoPE."""
 
     hidden: Tensor | None = None
     positions: Tensor | None = None
@@ -44,12 +44,12 @@ class Extras(NamedTuple):
 
 @dataclass
 class Step:
-    """A step's work, described once for all layers whose pages are chosen alike.
+    """The work of a step, described once for all layers that use the same pages.
 
     Attributes:
-        decodes: the first so many tokens are one of a sequence each.
-        decode_slots, decode_counts: the pages of these sequences, and how many tokens they saw.
-        pieces: of the others: first and last token, page [1], and token counts, None where the sequence begins.
+        decodes: number of sequences with one new token, which come first.
+        decode_slots, decode_counts: pages of these sequences, and how many tokens they have seen.
+        pieces: parts of prompts: first token, end, page [1], and token counts, None if the sequence begins here.
     """
 
     decodes: int
@@ -60,15 +60,15 @@ class Step:
 
 @dataclass
 class LinearizeMetadata(LinearAttentionMetadata):
-    """vLLM's own, and the step."""
+    """vLLM's metadata of linear attention, and the step."""
 
     step: Step | None = None
 
 
 class LinearizeMetadataBuilder(LinearAttentionMetadataBuilder):
-    """Also says what the mixers need to know of every sequence."""
+    """Builds the metadata with its `Step`."""
 
-    # The KV cache with eviction asks how many rows begin a block, and pieces of prompts are as many as there are.
+    # No CUDA graphs: the KV cache with eviction branches on data, and the number of pieces varies.
     _cudagraph_support = AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LinearizeMetadata:
@@ -87,7 +87,7 @@ class LinearizeMetadataBuilder(LinearAttentionMetadataBuilder):
 
 
 class LinearizeBackend(LinearAttentionBackend):
-    """vLLM's backend of layers with a state, with our metadata."""
+    """vLLM's backend of linear attention, with our metadata."""
 
     @staticmethod
     def get_name() -> str:
@@ -99,12 +99,12 @@ class LinearizeBackend(LinearAttentionBackend):
 
 
 class StateLayer(nn.Module, MambaBase):
-    """Takes the place of a layer's `Attention`: called with q, k and v after RoPE, [N, heads x D] each.
+    """Replacement of a layer's `Attention`, called with q, k and v after RoPE, [N, heads x D] each.
 
     Attributes:
-        shards: what each tensor of the whole layer's mixer is in this process, which may have some of its heads.
-        kept: vLLM's own attention for KV heads that stay softmax, None where there are none.
-        extras: what the attention around it leaves here before it calls it.
+        shards: by name, the part of each tensor of the whole layer's mixer that this process holds.
+        kept: vLLM's own attention for KV heads that stay softmax; None if there are none.
+        extras: further inputs, which the surrounding attention module sets before the call.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class StateLayer(nn.Module, MambaBase):
         self.kept_heads = [head for head in range(self.shape.num_kv_heads) if head not in mine]
         self.kept_query_heads = [g * groups + i for g in self.kept_heads for i in range(groups)]
 
-    # --- what vLLM asks ----------------------------------------------------------------------------------------------
+    # --- vLLM's interface --------------------------------------------------------------------------------------------
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.page_bytes,),)  # one size for all layers and processes, of which each may fill it otherwise
+        return ((self.page_bytes,),)  # one size for all layers and processes; their layouts differ
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
@@ -150,7 +150,7 @@ class StateLayer(nn.Module, MambaBase):
         return LinearizeBackend
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Take the pages of all sequences, int8 [N, 1, 1, bytes]; vLLM copies them whole."""
+        """Set the pages of all sequences, int8 [N, 1, 1, bytes]; vLLM copies whole pages."""
         pages = kv_cache.squeeze(dim=(1, 2))[:, : self.layout.nbytes]
         self.kv_cache, self.views = (pages,), self.layout.views(pages)
 
@@ -171,7 +171,7 @@ class StateLayer(nn.Module, MambaBase):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], output: Tensor, metadata: Any
     ) -> None:
-        """Fill the output [N, H x D] of the step's tokens, and go on in their pages."""
+        """Fill the output [N, H x D] of the step's tokens, and update their pages."""
         step, extras = metadata.step, Extras(*extras)
         assert step is not None
         y = output.unflatten(-1, (-1, self.shape.head_dim))
@@ -185,7 +185,7 @@ class StateLayer(nn.Module, MambaBase):
             self._go_on(inputs, list(states), slot, y[start:stop].transpose(0, 1)[None])
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, some: slice, *, one_each: bool) -> AttnInputs:
-        """Return the inputs of `some` tokens: of one sequence, or one of each of several."""
+        """Return the inputs of `some` tokens, of one sequence or (`one_each`) of one sequence each."""
 
         def rows(x: Tensor) -> Tensor:  # [n, X] -> [n, 1, X] or [1, n, X]
             return x[some][:, None] if one_each else x[some][None]

@@ -1,6 +1,6 @@
-"""vLLM's own model classes with our mixers: `Linearized<X>ForCausalLM` is made of vLLM's `<X>ForCausalLM`.
+"""vLLM's model classes with our mixers: `Linearized<X>ForCausalLM` is derived from vLLM's `<X>ForCausalLM`.
 
-A converted layer's attention keeps its projections, norms and RoPE; its `attn`, called with q, k and v, is exchanged.
+A converted layer's attention keeps its projections, norms and RoPE; its `attn`, called with q, k and v, is replaced.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -32,7 +32,7 @@ INTERFACES = (HasInnerState, IsHybrid, SupportsMambaPrefixCaching)
 
 
 class LinearizedCausalLM:
-    """Mixed into vLLM's model classes: builds mixers, loads them, and says what vLLM asks of a model with a state."""
+    """Mixin for vLLM's model classes: builds and loads mixers, and implements vLLM's interface of stateful models."""
 
     supports_lora = False
 
@@ -54,10 +54,10 @@ class LinearizedCausalLM:
         return (get_temporal_copy_spec,)  # a page is copied whole
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """The base's weights by vLLM's own loader, and the mixers' by their names.
+        """Load the base's weights by vLLM's loader and the mixers' by name; return the names of loaded parameters.
 
         Raises:
-            UserError: a mixer's weights are missing, or are of no mixer of this model.
+            UserError: a mixer's weights are missing, or belong to no mixer of this model.
         """
         layers = {
             name.removesuffix(".attn"): layer
@@ -93,7 +93,7 @@ class LinearizedCausalLM:
 
 
 def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Put a `StateLayer` in the place of every converted layer's `Attention`, in place."""
+    """Replace every converted layer's `Attention` by a `StateLayer`, in place."""
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
     heads = heads_of_ranks(config, get_tensor_model_parallel_world_size())[get_tensor_model_parallel_rank()]
     shape, plan, layouts = teacher_shape(config).layer, read_plan(config), page_layouts(config, dtype, heads)
@@ -134,7 +134,7 @@ def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
 
 
 def _kept(mixer: Any, attention: Attention, module: Any, vllm_config: VllmConfig) -> Attention | None:
-    """vLLM's attention, over all keys, for the KV heads of a layer that stay softmax."""
+    """Return vLLM's attention over all keys for the KV heads of a layer that stay softmax; None if there are none."""
     kept = mixer.shape.num_kv_heads - sum(len(heads) for heads, part in mixer.parts() if part.config is not None)
     if not kept:
         return None
@@ -153,14 +153,14 @@ def _kept(mixer: Any, attention: Attention, module: Any, vllm_config: VllmConfig
 
 
 class KeepUnrotated(nn.Module):
-    """In the place of an attention's RoPE, of which it also leaves with the layer what goes in."""
+    """Wrapper of an attention's RoPE that also passes its inputs to the `StateLayer`."""
 
     layer: StateLayer
 
     def __init__(self, rope: nn.Module, layer: StateLayer) -> None:
         super().__init__()
         self.rope = rope
-        object.__setattr__(self, "layer", layer)  # which is not its child
+        object.__setattr__(self, "layer", layer)  # not registered as a child module
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         # Some of vLLM's kernels rotate in place.
@@ -169,7 +169,7 @@ class KeepUnrotated(nn.Module):
 
 
 class KeepHidden:
-    """Mixed into an attention class whose mixer reads the layer's input."""
+    """Mixin for an attention class whose mixer reads the layer's input."""
 
     attn: StateLayer
 
@@ -181,7 +181,7 @@ class KeepHidden:
 
 
 def __getattr__(name: str) -> type:
-    """The class of an architecture, made when vLLM asks for it: it looks it up by this name."""
+    """Return the class of an architecture, made when vLLM looks it up by name."""
     base = name.removeprefix("Linearized")
     if base == name or base not in BASES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""The operator that compilers do not look into: a layer's mixers on the tokens of one step.
+"""A custom operator, opaque to compilers: a layer's mixers on the tokens of one step.
 
-Not with postponed annotations: torch reads the operator's schema from them.
+Without postponed annotations, because torch reads the operator's schema from the annotations.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -21,7 +21,7 @@ def _mix(
     output: torch.Tensor,
     layer_name: str,
 ) -> None:
-    """Fill `output`; do nothing without metadata, which is how vLLM measures its memory."""
+    """Fill `output`; do nothing without metadata, as in vLLM's memory profiling."""
     context = get_forward_context()
     if context.attn_metadata is not None:
         layer, metadata = context.no_compile_layers[layer_name], context.attn_metadata[layer_name]
@@ -29,7 +29,7 @@ def _mix(
 
 
 def _mix_fake(*_: torch.Tensor | str | None) -> None:
-    """Do nothing: tensors without numbers."""
+    """Do nothing, because fake tensors have no data."""
 
 
 direct_register_custom_op("linearize_mixer", _mix, mutates_args=["output"], fake_impl=_mix_fake)

@@ -1,4 +1,4 @@
-"""A layer's state as vLLM keeps it: one page of bytes per sequence, cut into the tensors that its mixers name."""
+"""The layout of a layer's state in vLLM: one page of bytes per sequence, divided into the tensors of the mixers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import STATE_DTYPES, MixerState, TokenCounts
 
-ALIGNMENT = 64  # of pages, in bytes: any dtype can begin there
-KINDS = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.float16)  # largest first: no gaps between
+ALIGNMENT = 64  # of pages, in bytes; a multiple of every dtype's size
+KINDS = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.float16)  # largest first, to avoid gaps
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where each tensor of the states of one layer's mixers lies in a page.
+    """Offsets in a page of each tensor of the states of one layer's mixers.
 
-    How many tokens were seen is not in it: vLLM says that of every sequence.
+    The number of tokens seen is not stored: vLLM knows it for every sequence.
 
     Attributes:
-        names: of each tensor, as (which of the mixers, name in its `MixerState`).
-        shapes, dtypes: of each, without the batch axis; a last one fills the page up to the alignment.
-        empty: what each holds before the first token, everywhere.
+        names: per tensor, (index of the mixer, name in its `MixerState`).
+        shapes, dtypes: per tensor, without the batch axis; a last one pads the page to the alignment.
+        empty: per tensor, the value of all entries before the first token.
     """
 
     names: tuple[tuple[int, str], ...]
@@ -46,8 +46,9 @@ class PageLayout:
     def of(
         cls, mixer: LinearMixer | HeadwiseMixer, dtype: torch.dtype, rotary_dims: int, state_dtype: str | None
     ) -> PageLayout:
-        """The layout for a layer with this mixer, of a model in `dtype` that rotates `rotary_dims` dimensions of a
-        head (RoPE). `state_dtype` is the model's: in what S is kept between steps.
+        """Return the layout for a layer with this mixer, of a model in `dtype`.
+
+        `rotary_dims` dimensions of a head are rotated (RoPE). `state_dtype` is the dtype of S between steps.
         """
         inputs, found = one_token_inputs(mixer.shape, dtype, rotary_dims), []
         for index, (heads, part) in enumerate(stateful(mixer)):
@@ -66,7 +67,7 @@ class PageLayout:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     def views(self, pages: Tensor) -> list[Tensor]:
-        """The tensors [N, ...] that lie in pages [N, bytes]."""
+        """Return the tensors [N, ...] of pages [N, bytes], as views."""
         views, offset = [], 0
         for shape, dtype in zip(self.shapes[:-1], self.dtypes[:-1], strict=True):
             size = math.prod(shape) * dtype.itemsize
@@ -75,9 +76,9 @@ class PageLayout:
         return views
 
     def read(self, views: Sequence[Tensor], slots: Tensor, counts: TokenCounts) -> list[MixerState]:
-        """The states of the sequences in `slots` [B], as mixers read them; `counts` has how many tokens they saw.
+        """Return the mixers' states of the sequences in `slots` [B]; `counts` has how many tokens they have seen.
 
-        One that saw none has an empty state, whatever lies in its slot: that was another sequence's.
+        A sequence that has seen none gets an empty state: its slot still has another sequence's data.
         """
         named: dict[int, dict[str, Tensor]] = {}
         new = counts.seen == 0
@@ -88,19 +89,19 @@ class PageLayout:
         return [state.matrices_in(None).with_counts(counts) for state in states]
 
     def write(self, views: Sequence[Tensor], slots: Tensor, states: Sequence[MixerState]) -> None:
-        """Put the states of the sequences into their slots."""
+        """Write the states of the sequences to their slots."""
         named = [state.named_tensors() for state in states]
         for (index, name), view in zip(self.names, views, strict=True):
             view.index_copy_(0, slots, named[index][name].to(view.dtype))
 
 
 def stateful(mixer: LinearMixer | HeadwiseMixer) -> list[tuple[tuple[int, ...], LinearMixer]]:
-    """KV heads and mixer of each group of a layer's heads that has a state of constant size."""
+    """Return the KV heads and mixer of each group of a layer's heads that has a state of constant size."""
     return [(heads, part) for heads, part in mixer.parts() if isinstance(part, LinearMixer)]
 
 
 def teacher_shape(config: Any) -> TeacherShape:
-    """Sizes of a model; which of its layers slide does not matter here."""
+    """Return the sizes of a model, without its sliding windows."""
     return TeacherShape.from_config(config.to_dict() | {"layer_types": None})
 
 
@@ -111,7 +112,7 @@ def heads_of_ranks(config: Any, size: int) -> list[range]:
         config: of a converted model.
 
     Raises:
-        ValueError: they cannot be divided so that every process has as many, of every kind of memory that vLLM keeps.
+        ValueError: processes would have different numbers of KV heads, or of softmax heads in a layer.
     """
     heads = teacher_shape(config).num_kv_heads
     if heads % size:
@@ -133,15 +134,15 @@ def heads_of_ranks(config: Any, size: int) -> list[range]:
 
 
 def page_layouts(config: Any, dtype: torch.dtype, heads: range) -> list[PageLayout | None]:
-    """Return the page layout of these KV heads in each layer of a converted model in `dtype`; None: softmax."""
+    """Return the page layout of these KV heads in each layer of a converted model in `dtype`; None for softmax."""
     shape, rope = teacher_shape(config).layer, getattr(config, "rope_parameters", None) or {}
     rotary_dims = int(shape.head_dim * rope.get("partial_rotary_factor", 1))
     how = shape, heads, dtype, rotary_dims, getattr(config, "state_dtype", None)
-    plan: tuple[Any, ...] = read_plan(config)  # configs are frozen, and so can be keys
+    plan: tuple[Any, ...] = read_plan(config)  # configs are frozen, so they can be cache keys
     return [None if mixer is None else _page_layout(mixer, *how) for mixer in plan]
 
 
-@functools.cache  # many layers are alike, and vLLM asks several times
+@functools.cache  # many layers are equal, and vLLM calls this several times
 def _page_layout(
     mixer: MixerConfig | HeadwiseConfig,
     shape: LayerShape,
@@ -156,12 +157,12 @@ def _page_layout(
 
 
 def page_bytes(vllm_config: Any) -> int:
-    """Return the bytes of one sequence in one layer: the largest over layers and processes."""
+    """Return the bytes of a page (one sequence in one layer): the maximum over layers and processes."""
     model, size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     each = (page_layouts(model.hf_config, model.dtype, heads) for heads in heads_of_ranks(model.hf_config, size))
     return max(layout.nbytes for layouts in each for layout in layouts if layout)
 
 
 def _empty(name: str) -> float:
-    """Return the value of a tensor of a `MixerState` before the first token."""
+    """Return the initial value of a tensor of a `MixerState`."""
     return -math.inf if name == "maximum" else -1.0 if name == "cached_position" else 0.0

@@ -1,4 +1,4 @@
-"""Refuse what a converted model cannot do within vLLM, before any weight is read."""
+"""Refuse settings of vLLM that converted models do not support, before any weight is read."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -13,7 +13,7 @@ from linearize.hf.classes import read_plan
 from linearize.serving.vllm import BASES
 from linearize.serving.vllm.pages import page_bytes
 
-# What is asked for and cannot be, and what the user is told.
+# Tests for unsupported settings, and the error message of each.
 REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda c: c.lora_config is not None,
@@ -55,14 +55,14 @@ REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 
 
 class ServingConfig(VerifyAndUpdateConfig):
-    """vLLM calls it with what it is asked for, before it makes the model."""
+    """Checks that vLLM calls with its settings before it makes the model."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """See that the architecture is one that we serve.
+        """Check that we serve the architecture, and mark the model as one with states.
 
         Raises:
-            ValueError: another one, or a config without a plan.
+            ValueError: another architecture, or a config without a plan.
         """
         name = str(model_config.architecture)
         if name.removeprefix("Linearized") not in BASES:
@@ -74,20 +74,20 @@ class ServingConfig(VerifyAndUpdateConfig):
             raise ValueError(
                 "config.linearize.layers: expected a layer that is converted, found none; serve its teacher"
             )
-        # vLLM takes a model all of whose layers have full attention by this list for one without states.
+        # If all layers in this list have full attention, vLLM treats the model as one without states.
         kinds = getattr(model_config.hf_config, "layer_types", None)
         if kinds is not None and set(kinds) == {"full_attention"}:
             model_config.hf_config.layer_types = ["full_attention or a state"] * len(kinds)
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """See that nothing else is asked for than what works.
+        """Check that all settings are supported.
 
         Raises:
-            ValueError: something is; one sentence.
+            ValueError: one is not.
         """
         for asked, reason in REFUSED:
             if asked(vllm_config):
                 raise ValueError(reason)
-        page_bytes(vllm_config)  # can every process have its heads?
+        page_bytes(vllm_config)  # raises if the heads cannot be divided over the processes
         MambaModelConfig.verify_and_update_config(vllm_config)
