@@ -1,1 +1,1 @@
-"""All that a recipe and a layer plan hold, as data that pydantic validates. No torch: reading a recipe loads none."""
+"""Configs of recipes and layer plans, validated by pydantic. They import no torch, so reading a recipe is fast."""

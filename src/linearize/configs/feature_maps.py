@@ -31,10 +31,10 @@ Even = Annotated[PositiveInt, AfterValidator(_even)]
 class FeatureMapConfig(Config):
     """The fields that all feature maps have.
 
-    `signed`: the kernel phi_q.phi_k can be negative, so no sum normalises it. `mixed_signs`: unrotated features can be
-    negative. `exponential`: features are exponentials, divided by a query's largest or the keys' running maximum.
-    `closed_form`: the kernel is a function of one dot product, so features are made where states are and not kept.
-    `of_one_key`: a key's features are a function of it alone, not of its position or of other heads' keys.
+    `signed`: the kernel phi_q.phi_k can be negative, so weights cannot be normalised by their sum. `mixed_signs`:
+    unrotated features can be negative. `exponential`: features are exponentials, divided by a query's largest feature
+    or the keys' running maximum. `closed_form`: the kernel is a function of one dot product, so single keys are read
+    without features. `of_one_key`: a key's features depend on it alone, not on its position or other heads' keys.
     """
 
     rotation: Literal["before", "none"] = Field(
@@ -64,18 +64,18 @@ class FeatureMapConfig(Config):
         return True
 
     def features(self, shape: LayerShape) -> int:
-        """F: features per head."""
+        """Return F, the features per head."""
         return shape.head_dim
 
     def key_heads(self, shape: LayerShape) -> int:
-        """Hk: heads of key features, H or G."""
+        """Return Hk, the heads of key features: H or G."""
         return shape.num_kv_heads
 
     def resolved(self, shape: LayerShape) -> FeatureMapConfig:
-        """The map with every size filled in that may be left to the teacher.
+        """Return the map with all sizes set; unset ones are derived from the layer's.
 
         Raises:
-            UserError: a size that makes no sense for these layers.
+            UserError: a size that does not fit these layers.
         """
         return self
 
@@ -140,8 +140,8 @@ class LearnedMap(FeatureMapConfig):
     """A map behind a learned projection W: D -> E, per head or one over all heads together.
 
     Matrices are [H, D, E] for queries, and for keys [H, D, E] (per query head) or [G, D, E] (per KV head); or, per
-    model, [1, H D, H E] and [1, G D, G E]. Tied maps have those of the keys alone: per KV head, the query heads of a
-    group use their group's matrix; per model, that needs as many KV heads as query heads.
+    model, [1, H D, H E] and [1, G D, G E]. Tied maps have only the keys' matrices: per KV head, the query heads of a
+    group use their group's matrix; per model, there must be as many KV heads as query heads.
     """
 
     per: Literal["query_head", "kv_head", "model"] = Field(
@@ -162,14 +162,14 @@ class LearnedMap(FeatureMapConfig):
         return self.per != "model"
 
     def outputs(self, shape: LayerShape) -> int:
-        """E: outputs of the projection per head."""
+        """Return E, the outputs of the projection per head."""
         return self.features(shape)
 
     def key_heads(self, shape: LayerShape) -> int:
         return shape.num_heads if self.per == "query_head" else shape.num_kv_heads
 
     def projections(self, shape: LayerShape) -> tuple[tuple[int, int, int], ...]:
-        """Shapes [matrices, inputs, outputs] of the query and the key projection; of the one that a tied map has."""
+        """Return the shapes [matrices, inputs, outputs] of the query and key projections; a tied map has one."""
         width, outputs = shape.head_dim, self.outputs(shape)
         queries, keys = shape.num_heads, self.key_heads(shape)
         used = (queries, width, outputs), (keys, width, outputs)
@@ -354,8 +354,8 @@ class TaylorMap(FeatureMapConfig):
 class RfaMap(FeatureMapConfig):
     """phi(x) = (F/2)^-1/2 [sin(W x^), cos(W x^)], x^ = x / (|x| + 1e-3), W = sigma N(0, 1) (Peng et al. 2021).
 
-    sigma is learned, one per KV head. The kernel can be negative; as in the paper, a sum may normalise it all the same,
-    with a denominator of at least 1.
+    sigma is learned, one per KV head. The kernel can be negative; as in the paper, weights may still be normalised by
+    their sum, with a denominator of at least 1.
     """
 
     type: Literal["rfa"] = "rfa"
@@ -390,7 +390,7 @@ class DpfpMap(FeatureMapConfig):
         return self
 
 
-# What a recipe may name; `linearize.register_feature_map` adds to it.
+# Feature maps that a recipe may name; `linearize.register_feature_map` adds to the list.
 FEATURE_MAP_CONFIGS: list[type[FeatureMapConfig]] = [
     IdentityMap,
     SiluMap,

@@ -1,4 +1,4 @@
-"""Per-head KV budget allocation as data: the budget of bytes, and what it is allocated to."""
+"""Config of per-head KV budget allocation."""
 
 from __future__ import annotations
 

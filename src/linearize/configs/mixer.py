@@ -1,7 +1,4 @@
-"""A mixer as data: which parts it is made of, and which combinations of them mean nothing.
-
-A `MixerConfig` names one of each kind; combinations without meaning are refused when it is read, with the reason.
-"""
+"""The config of a mixer, which names its parts; combinations of parts without meaning are refused with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ from linearize.configs.spans import NoSpan, SlidingSpan, Span, TerracedSpan
 
 
 class _AnyFeatureMap:
-    """For pydantic: any of the registered feature maps, told apart by their `type`. `table` lists them."""
+    """For pydantic: any of the registered feature maps (`table`), distinguished by their `type`."""
 
     table = FEATURE_MAP_CONFIGS  # scripts/write_reference.py reads it too
 
@@ -55,9 +52,9 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 class MixerConfig(Config):
     """The token mixer of one layer, with everything that is needed to rebuild it.
 
-    `span` splits the keys of a query: softmax over the near ones, linear attention over the others. Of these the state
-    S [F, D] is kept, S = decay * S + phi(k) v^T (or the delta rule), and read as phi(q)^T S. `normalizer` makes the
-    linear part's output of what is read, and `combine` the layer's, from the linear part and the window.
+    `span` splits the keys of a query: softmax over the near ones, linear attention over the others. The linear part
+    keeps the state S [F, D], S = decay * S + phi(k) v^T (or the delta rule), and reads phi(q)^T S. `normalizer` turns
+    this into the linear part's output, and `combine` merges linear part and window into the layer's output.
     """
 
     span: Span = Field(default=SlidingSpan(), discriminator="type", description="which keys are softmax keys")
@@ -102,33 +99,33 @@ class MixerConfig(Config):
 
     @property
     def any_scale(self) -> bool:
-        """Return whether factors of a query's features cancel: weights have a sum of 1, or known scales."""
+        """Return whether a factor of a query's features cancels: weights have a sum of 1, or known scales."""
         if not isinstance(self.combine, SharedDenominator):
             return self.sums
         return self.sums and isinstance(self.span, NoSpan) and not self.learned_sink
 
     @property
     def keeps_maximum(self) -> bool:
-        """Return whether keys' exponentials carry their running maximum; the delta rule's are normalised one by one."""
+        """Return whether keys' exponentials carry a running maximum; the delta rule normalises each key by itself."""
         return (
             self.feature_map is not None and self.feature_map.exponential and not isinstance(self.update, DeltaUpdate)
         )
 
     @property
     def in_closed_form(self) -> bool:
-        """Return whether a causal mixer reads single keys by the map's kernel; else its features are changed before."""
+        """Return whether a causal mixer reads single keys by the map's kernel; not if their features are modified."""
         as_they_are = self.decay is None and not isinstance(self.update, DeltaUpdate) and self.scale == "none"
-        as_they_are = as_they_are and self.cache is None  # which leaves places in the state empty
+        as_they_are = as_they_are and self.cache is None  # a cache leaves slots of the state empty
         return self.feature_map is not None and self.feature_map.closed_form and as_they_are
 
     @property
     def absolute(self) -> bool:
-        """Return whether the linear part keeps the logarithm that its features are relative to."""
+        """Return whether the linear part keeps the log scale that its features are relative to."""
         return isinstance(self.combine, AbsoluteScale)
 
     @property
     def learned_sink(self) -> bool:
-        """Return whether there is one more key, which is learned: in the window, or without one in the linear part."""
+        """Return whether there is an additional learned key, in the window or, without one, in the linear part."""
         return isinstance(self.combine, WindowOnly | SharedDenominator) and self.combine.learned_sink
 
     @property
@@ -148,12 +145,12 @@ class MixerConfig(Config):
         return self.maps_unrotated or self.cache is not None
 
     def scale_factor(self, shape: LayerShape) -> float:
-        """Return the factor of phi_q.phi_k (`scale`), with a feature map."""
+        """Return the factor of phi_q.phi_k (`scale`); the mixer must have a feature map."""
         assert self.feature_map is not None
         return SCALES[self.scale](shape.head_dim, self.feature_map.features(shape))
 
     def state_heads(self, shape: LayerShape) -> int:
-        """Hs: heads of the linear part's state; 0 where there is none."""
+        """Return Hs, the heads of the linear part's state; 0 without a linear part."""
         if self.feature_map is None:
             return 0
         key_heads = self.feature_map.key_heads(shape)
@@ -226,21 +223,21 @@ class HeadwiseConfig(Config):
 
     @property
     def mixers(self) -> list[MixerConfig]:
-        """Those of all groups but softmax's."""
+        """Return the mixers of all groups that do not stay softmax."""
         return [group.mixer for group in self.groups if group.mixer is not None]
 
 
-LayerPlan = tuple[MixerConfig | HeadwiseConfig | None, ...]  # of each layer its mixer; None: it stays softmax
+LayerPlan = tuple[MixerConfig | HeadwiseConfig | None, ...]  # the mixer of each layer; None: the layer stays softmax
 
 
 def each_mixer(plan: LayerPlan) -> Iterator[MixerConfig]:
-    """All mixers of a plan, layer by layer."""
+    """Yield all mixers of a plan, layer by layer."""
     for layer in plan:
         yield from layer.mixers if isinstance(layer, HeadwiseConfig) else () if layer is None else (layer,)
 
 
 def is_constant(plan: LayerPlan) -> bool:
-    """Return whether no layer and no head of a plan keeps softmax over all keys: its state is constant in size."""
+    """Return whether the state has constant size: no layer and no head of the plan keeps softmax over all keys."""
     return all(
         all(group.mixer is not None for group in layer.groups)
         if isinstance(layer, HeadwiseConfig)
@@ -250,7 +247,7 @@ def is_constant(plan: LayerPlan) -> bool:
 
 
 def is_spread(plan: LayerPlan) -> bool:
-    """Return whether heads of a layer have different memory, or some memory is a KV cache with eviction."""
+    """Return whether heads of a layer have different mixers, or a mixer has a KV cache with eviction."""
     return any(isinstance(layer, HeadwiseConfig) for layer in plan) or any(
         mixer.cache is not None for mixer in each_mixer(plan)
     )
@@ -261,7 +258,7 @@ def _has_linear_fields(mixer: MixerConfig) -> bool:
     return mixer.decay is not None or not plain
 
 
-# What makes a combination meaningless, and what the reader of the recipe is told.
+# Tests for combinations without meaning, and the error message of each.
 _REFUSED: tuple[tuple[Callable[[MixerConfig], bool], str], ...] = (
     (
         lambda m: (m.feature_map is None) != isinstance(m.combine, WindowOnly),

@@ -1,4 +1,4 @@
-"""The parts of a mixer besides span and feature map, as data: decay, update, normalizer, combination, KV cache.
+"""Configs of a mixer's parts besides span and feature map: decay, update, normalizer, combination, KV cache.
 
 Their modules are in `linearize.mixers`: `gates`, `update`, `normalizers`, `combine` and `eviction_cache`.
 """
@@ -21,9 +21,9 @@ BIAS_INIT = "initial bias of the gate's sigmoid: 0 forgets half with every step,
 class DecayConfig(Config):
     """Base class of the configs of decays.
 
-    `values`: whether it acts on the value axis of the state S [F, D]. `per_feature`: whether it weighs every feature of
-    a key differently. `scales_input`: whether what is written is scaled
-    by 1 - g. `constant`: whether it is the same for every token, and does not read the layer's input.
+    `values`: whether it acts on the value axis of the state S [F, D]. `per_feature`: whether features of a key decay
+    differently. `scales_input`: whether writes are scaled by 1 - g. `constant`: whether it is equal for all tokens,
+    and does not read the layer's input.
     """
 
     type: str
@@ -45,7 +45,7 @@ class DecayConfig(Config):
         return False
 
     def heads(self, shape: LayerShape, key_heads: int) -> int:
-        """Hs: heads of the state under this decay."""
+        """Return Hs, the heads of the state with this decay."""
         return key_heads
 
 
@@ -111,7 +111,7 @@ class OuterDecay(DecayConfig):
 class RefinedDecay(DecayConfig):
     """f = (1 - r) g^2 + r (1 - (1 - g)^2), g = sigmoid(W_g x + b_g), r = sigmoid(W_r x + b_r) (ReGLA eqs. 15-18).
 
-    r refines g where a sigmoid saturates and gives no gradient. As printed f gates the value axis,
+    r refines g where a sigmoid saturates and gives no gradient. In the paper f gates the value axis,
     S = S * (1 f^T) + phi v^T; on the feature axis, S = (f 1^T) * S + phi v^T.
     """
 
@@ -143,8 +143,8 @@ class AdditiveUpdate(Config):
 class DeltaUpdate(Config):
     """S = S + b phi (v - S^T phi)^T, b = sigmoid(w.x) per head (DeltaNet); with a decay, the gated delta rule.
 
-    A key replaces what the state recalls for it, by the share b. So that this share is no more than all of it, queries'
-    and keys' features are divided by their sum (DeltaNet) or their Euclidean norm (gated DeltaNet).
+    A key replaces the share b of the value that the state returns for it. Features of queries and keys are divided by
+    their sum (DeltaNet) or their Euclidean norm (gated DeltaNet), so that no more than the whole value is replaced.
     """
 
     type: Literal["delta"] = "delta"
@@ -170,8 +170,8 @@ class NormalizerConfig(Config):
 class SumNormalizer(NormalizerConfig):
     """The linear part's numerator over its denominator phi_q . sum phi_k: a weighted mean of values.
 
-    The denominator is at least 1e-6 (`rfa`: 1). Exponential features have no absolute scale to say so in: theirs is as
-    small as it is.
+    The denominator is at least 1e-6 (`rfa`: 1). That of exponential features, which have no absolute scale, has no
+    lower limit.
     """
 
     type: Literal["sum"] = "sum"
@@ -211,7 +211,7 @@ Normalizer = SumNormalizer | NoNormalizer | GroupNormalizer | RmsNormalizer
 class SharedDenominator(Config):
     """y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(parameter) per query head (LoLCATs eq. 7).
 
-    A learned sink with logit s and value u is one more key of the window, so that g scales its weight too. Without a
+    A learned sink with logit s and value u is an additional key of the window, so g scales its weight too. Without a
     window it adds e^s u to num_l and e^s to den_l.
     """
 
@@ -230,9 +230,9 @@ class SharedDenominator(Config):
 class AbsoluteScale(Config):
     """Window and linear part in one scale: y = (num_w + e^(l - c) num_l) / (den_w + e^(l - c) den_l).
 
-    c is the largest logit in the window, l the logarithm that exponential features are given relative to, plus a
-    learned offset per query head: far keys can count as much as near ones, as in softmax, and as little. Where
-    SharedDenominator's linear part has to learn what the window's weights are relative to, this one knows.
+    c is the largest logit in the window, l the log scale of the exponential features plus a learned offset per query
+    head. So far keys are weighted in the same scale as near ones, as in softmax; SharedDenominator's linear part has
+    to learn this scale.
     """
 
     type: Literal["absolute_scale"] = "absolute_scale"
@@ -257,8 +257,8 @@ class Add(Config):
 class WindowOnly(Config):
     """Softmax over the span, without a linear part.
 
-    With a learned sink, y = (num_w + e^s u) / (den_w + e^s): a key that every query sees, with a logit s per query head
-    and a value u per KV head. In gpt-oss and Granite SWA, u is 0.
+    With a learned sink, y = (num_w + e^s u) / (den_w + e^s): a key for all queries, with a logit s per query head and
+    a value u per KV head. In gpt-oss and Granite SWA, u is 0.
     """
 
     type: Literal["window_only"] = "window_only"
@@ -276,9 +276,9 @@ Combine = SharedDenominator | AbsoluteScale | Mix | Add | WindowOnly
 class EvictionCache(Config):
     """C key-value pairs per KV head beside the window: of all that left it, those with the highest eviction scores.
 
-    A cache can have two parts, each with scores of its own: the first takes `recall_size` pairs of all, the second of
-    those that the first does not hold. Evicted pairs are written to the linear state, where there is a linear part;
-    without one they are lost.
+    A cache can have two parts with separate scores. The first keeps `recall_size` pairs of all, the second chooses from
+    the pairs that the first does not keep. Evicted pairs are written to the linear state; without a linear part they
+    are lost.
     """
 
     size: PositiveInt = Field(description="pairs per KV head")
@@ -292,6 +292,6 @@ class EvictionCache(Config):
 
     @property
     def parts(self) -> tuple[slice, ...]:
-        """Slots of each part, in the order of the scores: the first part is last, so that slots fill from the end."""
+        """Return the slots of each part, in the order of the scores; the first part has the last slots."""
         text = self.size - self.recall_size
         return (slice(text, self.size), slice(0, text)) if self.recall_size else (slice(0, text),)

@@ -1,4 +1,4 @@
-"""The sizes that a mixer needs to know of the layer whose place it takes."""
+"""The sizes of an attention layer that a mixer needs."""
 
 from __future__ import annotations
 

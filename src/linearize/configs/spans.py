@@ -1,12 +1,12 @@
-"""Spans: which keys of a query are softmax keys, as data.
+"""Configs of spans, which determine the softmax keys of a query.
 
-Every span says, in tokens:
+Every span has, in tokens:
     lo(position)        the first softmax key of the query at `position` (0-based within its document)
     last(position)      the last query whose window has the key at `position`
-    sinks               so many first keys of a document are softmax keys always and linear keys never
-    max_softmax_keys    most softmax keys of a query (itself included), sinks apart
-    linear_delay        a key is folded into the linear state this many steps after it was written
-    context             slots with keys and values that a state keeps, sinks apart
+    sinks               number of first keys of a document that are always softmax keys and never linear keys
+    max_softmax_keys    most softmax keys of a query, including its own, without sinks
+    linear_delay        number of steps after which a key is added to the linear state
+    context             slots for keys and values in a state, without sinks
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Numbers = TypeVar("Numbers", bound="WholeNumbers")
 
 @runtime_checkable
 class WholeNumbers(Protocol):
-    """Tensors of whole numbers, as far as spans compute with them: configs do not import torch."""
+    """The operations of integer tensors that spans use; configs do not import torch."""
 
     def __add__(self: Numbers, other: int, /) -> Numbers: ...
     def __sub__(self: Numbers, other: int, /) -> Numbers: ...

@@ -1,4 +1,4 @@
-"""Tasks as data: a model's head, its examples and their scores. No torch."""
+"""Configs of tasks: a model's head, its examples and their scores."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Task(Config):
     """Base of all tasks.
 
     Attributes:
-        auto_class: of transformers, which loads a model with the task's head; `pipeline_tag` is its name on the hub.
-        metrics: what answers are scored by; the first is the one that counts.
-        language: the model is a language model, and is measured as one.
-        built_in: the examples are made, not read.
+        auto_class: transformers' class that loads a model with the task's head.
+        pipeline_tag: the task's name on the hub.
+        language: whether the model is a language model, and is measured as one.
+        built_in: whether the examples are generated, not read.
     """
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
@@ -26,7 +26,7 @@ class Task(Config):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the metrics; none for plain language modelling."""
+        """Return the names of the metrics, the most important one first; none for plain language modelling."""
         return ()
 
 

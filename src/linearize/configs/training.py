@@ -1,4 +1,4 @@
-"""The training stages, as data: what trains, on which loss, how long and how fast."""
+"""Configs of the training stages: trained weights, loss, duration and learning rate."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ Schedule = Annotated[Plateau | Cosine | Constant, Field(discriminator="type")]
 class WindowDropout(Config):
     """Hide the softmax window from random sequences of each layer, so that the linear part cannot be bypassed.
 
-    The share of hidden windows goes on a straight line from `start` at the first step to `end` at the last
-    (arXiv 2510.05901). Queries whose keys all lie in the window keep it.
+    The share of hidden windows changes linearly from `start` at the first step to `end` at the last (arXiv
+    2510.05901). Queries whose keys are all in the window keep it.
     """
 
     start: float = Field(default=0.9, ge=0, le=1)
     end: float = Field(default=0.0, ge=0, le=1)
 
     def rate(self, step: int, num_steps: int) -> float:
-        """The share at the step that follows `step` others, of `num_steps`."""
+        """Return the share of hidden windows at `step` (from 0) of `num_steps`."""
         return self.start + (self.end - self.start) * step / max(1, num_steps - 1)
 
 
@@ -88,7 +88,7 @@ class TrainConfig(Config):
         return self
 
     def identity(self) -> dict[str, object]:
-        """Return the fields that must be equal for a stage to resume; of later fields, those that are set."""
+        """Return the fields that must be equal for a stage to resume; newer fields only if they are not the default."""
         fields = self.model_dump(mode="json")
         later: dict[str, object] = {"optimizer": "adamw", "activation_checkpointing": False, "wise_ft_alpha": 1.0}
         return {name: value for name, value in fields.items() if name not in later or value != later[name]}
@@ -97,7 +97,7 @@ class TrainConfig(Config):
 class TransferConfig(TrainConfig):
     """Stage 1, attention transfer: train mixers to match softmax attention (LoLCATs eq. 6, App. A.1; Hedgehog eq. 4).
 
-    Layers are independent of each other: block by block (`layers_per_block`) gives what all at once gives, with the
+    Layers are trained independently, so training block by block (`layers_per_block`) has the same result with only the
     weights of one block in memory, and the residual stream between blocks on disk (LoLCATs sec. 3.3).
     """
 
@@ -163,8 +163,8 @@ class LossConfig(Config):
 class FinetuneConfig(TrainConfig):
     """A stage on the whole model's outputs: which weights train, on which loss.
 
-    LoRA on the attention projections, as LoLCATs' second stage; with `mixers` what attention transfer trains as well,
-    or alone; `all_weights` for uptraining.
+    `lora` trains adapters on the attention projections, as LoLCATs' second stage. `mixers` trains the weights of
+    attention transfer, together with LoRA or alone. `all_weights` is for uptraining.
     """
 
     lr: float = Field(default=1e-4, gt=0, le=LARGEST)
