@@ -1,6 +1,6 @@
 """The command line.
 
-Modules that import torch are imported when a command needs them, so ``--help`` and errors in a recipe are immediate.
+Modules that import torch are imported when a command needs them, so ``--help`` and errors in a recipe are fast.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from linearize_cli.options import note
 
 __all__ = ["app", "main"]
 
-RESUMED = {"run", "convert", "frontier", "demo"}  # commands that continue what was interrupted
+RESUMED = {"run", "convert", "frontier", "demo"}  # commands that resume an interrupted run
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory ran out: of a GPU, of a CPU (torch has no error class for it), or of Python."""
+    """Return whether memory ran out: on a GPU, on a CPU (torch has no error class for it), or in Python."""
     words = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
     out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return out or (isinstance(error, RuntimeError) and any(x in str(error) for x in words))
 
 
 def _is_closed(out: TextIO) -> bool:
-    """Flush the output and return whether its reader closed it. Then the rest of it is dropped."""
+    """Flush the output and return whether its reader closed it; if so, further output is dropped."""
     try:
         out.flush()
     except BrokenPipeError:
@@ -43,16 +43,16 @@ def _is_closed(out: TextIO) -> bool:
 def main() -> None:
     """Run the command line, and exit with a status.
 
-    0: done. 2: the user can fix it, one line says how. 1: a bug, with its traceback. 130: Ctrl-C. 141: the reader of
-    the output closed it.
+    0: done. 2: an error that the user can fix, in one line. 1: a bug, with its traceback. 130: Ctrl-C. 141: the reader
+    of the output closed it.
     """
-    # torch's threads wait for one another in a loop, 100 times as long by default, and if another program has the core
-    # of the one they wait for, the loop is all that runs. Read when torch is loaded; benchmarks/neighbours.py.
+    # torch's threads busy-wait for each other, by default 100 times as long. If another program uses a core, they only
+    # busy-wait. torch reads the variable when it is loaded; see benchmarks/neighbours.py.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     out, errors = sys.stdout, sys.stderr
-    main_process = os.environ.get("RANK", "0") == "0"  # of those that torchrun starts
-    if not main_process:  # the main one shows progress and results
+    main_process = os.environ.get("RANK", "0") == "0"  # set by torchrun
+    if not main_process:  # only the main process shows progress and results
         sys.stdout = sys.stderr = StringIO()
     try:
         app()
@@ -66,8 +66,8 @@ def main() -> None:
         elif not isinstance(error, UserError):
             raise
         if not main_process:
-            time.sleep(5)  # what all find wrong, the main one says, and torchrun ends the others
-        # One line, also where it quotes what a stranger has written.
+            time.sleep(5)  # if all processes fail, the main one reports the error, and torchrun ends the others
+        # One line, even if it quotes untrusted text.
         line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error))
         typer.echo(f"error: {line}", file=errors)
         sys.exit(2)

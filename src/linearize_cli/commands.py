@@ -1,6 +1,6 @@
 """One function per command and no logic; heavy imports wait until a command runs."""
 
-# Annotations are evaluated once, on import: typer evaluates those that are strings again for every --help.
+# No postponed annotations: typer would evaluate the strings again for every --help.
 import os
 import sys
 from dataclasses import asdict
@@ -44,7 +44,7 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> None:
-    """Print the version and end, if it is wanted."""
+    """Print the version and exit if `wanted`."""
     if wanted:
         from importlib.metadata import version
 
@@ -110,14 +110,14 @@ def plan(
     shape = TeacherShape.from_config(read_config(model))
     gpus = None if cluster is None else clusters.Cluster.parse(cluster)
     computed_in = dtype_of(dtype, torch.device("cpu"))
-    # Which layers transfer worst is not known before; how many stay softmax is, and costs the same for any.
+    # The layers that transfer worst are not known yet, but their number is, and any choice costs the same.
     layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)], dtype=computed_in)
     check_run(chosen, shape, layers)
     found = None
     if gpu_memory is not None:
         found = fit(chosen, shape, layers, dtype=computed_in, memory=parse_memory(gpu_memory))
         chosen = found.recipe
-    # Forecasting memory runs the stages' own code, which takes seconds.
+    # Memory is forecast by running the stages' code, which takes seconds.
     where = None if gpus is None and found is None else torch.device("cuda")
     result = planning.make_plan(chosen, shape, layers, dtype=computed_in, device=where, training_tokens=None)
     shares = [] if gpus is None else clusters.shares(chosen, shape, layers, gpus, dtype=computed_in)
@@ -186,7 +186,7 @@ def run(
     from linearize.report.load import load_run
     from linearize.run import pipeline, settings
 
-    stages = pipeline.STAGES[1:]  # `linearize convert` ends with the first
+    stages = pipeline.STAGES[1:]  # the first is that of `linearize convert`
     if until not in stages:
         raise UserError(f"--until: expected one of {', '.join(stages)}; found {until!r}")
     job = job_of(chosen, model, output_dir, dtype, device)

@@ -55,9 +55,9 @@ Text = Annotated[
 
 
 def recipe_of(recipe: str, set_: Set, options: dict[str, Any]) -> Recipe:
-    """Read a recipe with what the command line changes of it; options that are None change nothing.
+    """Return a recipe with the changes of the command line; options that are None change nothing.
 
-    Errors in a recipe are raised here, before anything that takes seconds to import.
+    Errors in a recipe are raised here, before slow imports.
     """
     from linearize.recipe import Recipe, parse_overrides
 
@@ -66,7 +66,7 @@ def recipe_of(recipe: str, set_: Set, options: dict[str, Any]) -> Recipe:
 
 
 def job_of(recipe: Recipe, model: str, output: Path, dtype: str, device: str) -> Run:
-    """Return the run of a recipe, with the device and the dtype to compute in."""
+    """Return the run of a recipe on a device and in a dtype."""
     from linearize.run.folder import Run
 
     where = device_of(device)
@@ -92,15 +92,15 @@ def device_of(name: str) -> Any:
 
     from linearize.base import UserError
 
-    # Features and gradients hold numbers so near 0 that a CPU takes tens of times as long for them. Whoever computes
-    # asks for the device first: torch's threads, started later, inherit this.
+    # Denormal numbers in features and gradients are tens of times slower on a CPU. All commands call this function
+    # before they compute, and torch's threads, started later, inherit the setting.
     torch.set_flush_denormal(True)
     if name == "auto":
-        # torchrun tells each process of a machine its number there.
+        # torchrun sets LOCAL_RANK, the number of the process on its machine.
         return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # which the device `meta` cannot
+        torch.zeros(1, device=device).item()  # fails on the device `meta`
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"--device: expected a device of this machine, found {name!r}: {reason}") from None
@@ -130,7 +130,7 @@ def show(result: Any, as_json: bool) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line on standard error, without control characters of what it quotes."""
+    """Print a line on standard error, with control characters escaped."""
     from linearize.base import without_controls
 
     typer.echo(without_controls(text), err=True)
