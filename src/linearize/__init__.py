@@ -1,7 +1,7 @@
-"""Turn pretrained softmax Transformers into linear-attention models, and say what was kept and what was lost.
+"""Convert pretrained softmax Transformers into linear-attention models, and measure the loss of quality.
 
-Importing the package registers the ``linearized_*`` classes with transformers, at once or as soon as transformers is
-imported. Nothing else is loaded before it is used, so reading a recipe loads neither torch nor transformers.
+Importing the package registers the ``linearized_*`` classes with transformers, now or when transformers is imported.
+All else is imported at first use, so reading a recipe imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import the functions when one is used for the first time (PEP 562)."""
+    """Return a function of `linearize.api`, which is imported at first use (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("linearize.api"), name)
 
 
 class _RegisterClasses:
-    """A finder of imports, by which `linearize.hf.classes` is imported right after transformers."""
+    """An import finder that imports `linearize.hf.classes` right after transformers."""
 
     @staticmethod
     def find_spec(name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -1,4 +1,4 @@
-"""The functions that `import linearize` offers."""
+"""The public functions of `linearize`."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ __all__ = [
 def convert(
     teacher: PreTrainedModel, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> PreTrainedModel:
-    """Return a student that shares the teacher's storage; the teacher itself is left as it is.
+    """Return a student that shares the teacher's storage; the teacher itself does not change.
 
     Mixers are new and initialised as the recipe says. An optimizer that trains the shared weights in place changes the
-    teacher, too; `linearize.finetune` copies what it changes.
+    teacher, too; `linearize.finetune` copies the weights that it trains.
 
     Args:
-        tokenizer: the teacher's; needed where the recipe has `memory`, for which attention is measured on the training
-            rows of `recipe.data.dataset` first. Without it, the eviction scores of a `mixer.cache` are not fitted:
-            minus the logarithm of the key's length, and learned sinks are not measured: they start at 0.
+        tokenizer: the teacher's; needed if the recipe has `memory`, for which attention is measured on the training
+            rows of `recipe.data.dataset`. Without a tokenizer, eviction scores of a `mixer.cache` are not fitted
+            (minus the logarithm of the key's norm), and learned sinks start at 0.
 
     Raises:
-        UserError: an architecture or head that is not supported, a plan that does not fit the teacher, a recipe with
-            `memory` and no tokenizer, or layers kept by transfer error, which only `linearize run` can make.
+        UserError: an unsupported architecture or head, a plan that does not fit the teacher, a recipe with `memory`
+            without a tokenizer, or layers kept by transfer error, which only `linearize run` supports.
     """
     if isinstance(recipe.layers.keep_softmax, KeepByTransferError):
         raise UserError(

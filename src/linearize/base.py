@@ -1,4 +1,4 @@
-"""The base of configs, errors that a user can act on, progress bars, and atomic files."""
+"""The base class of configs, errors for users, progress bars, and atomic files."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from typing_extensions import dataclass_transform
 T = TypeVar("T")
 AnyRecord = TypeVar("AnyRecord", bound="Record")
 
-LARGEST_INTEGER = 2**63 - 1  # of a config: larger ones fit neither a tensor nor, from 2**1024 on, a float
-QUIET_SECONDS = 2.0  # work that takes no longer shows no progress
+LARGEST_INTEGER = 2**63 - 1  # in a config; larger ones do not fit a tensor or, from 2**1024 on, a float
+QUIET_SECONDS = 2.0  # shorter work shows no progress
 LOG_SECONDS = 30.0  # between two lines of a log
 
 
 class UserError(ValueError):
     """Bad input: one line that names the field or file, what was expected, what was found, and what to do.
 
-    The command line prints the message and exits with status 2. Everything else that is raised is a bug (status 1).
+    The command line prints the message and exits with status 2. Other exceptions are bugs (status 1).
     """
 
 
 class DivergedError(UserError):
-    """A loss or gradient that is not finite, or a held-out loss that training has driven far above where it began."""
+    """A loss or gradient is not finite, or the held-out loss has risen far above its initial value."""
 
 
 def check_text(text: str, where: str) -> str:
-    """The text, which can be encoded.
+    """Return the text if it can be encoded.
 
     Raises:
-        UserError: it has an incomplete character (a lone surrogate, which JSON can escape and no tokenizer reads).
+        UserError: it has a lone surrogate, which JSON can escape, but no tokenizer can read.
     """
     try:
         text.encode()
@@ -51,18 +51,18 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
-# Control characters, which a terminal takes for commands, and those that reorder text; not line breaks and tabs.
+# Control characters, which terminals can interpret as commands, and those that reorder text; not line breaks and tabs.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def without_controls(text: str) -> str:
-    """Return a text with escape sequences (as ``\\x1b``) for its control characters, but for line breaks and tabs."""
+    """Return a text with its control characters, except line breaks and tabs, escaped (as ``\\x1b``)."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 class _Immutable(type(BaseModel)):
-    """Tell type checkers that the models of a base whose `model_config` says so are immutable, and can be hashed."""
+    """Tell type checkers that models of a class with a frozen `model_config` are immutable and can be hashed."""
 
 
 class Config(BaseModel, metaclass=_Immutable):
@@ -79,9 +79,9 @@ class Config(BaseModel, metaclass=_Immutable):
 
 
 def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
-    """Go through `items`, of which there are `total` (by default their length), with a bar where stderr is a terminal.
+    """Yield `items`, `total` of them (by default their length), with a progress bar if stderr is a terminal.
 
-    Elsewhere, in a log, with a line now and then. Standard output is left alone: it is for results.
+    Otherwise print a line every `LOG_SECONDS` on stderr. Standard output is only for results.
     """
     console = Console(stderr=True)
     if console.is_terminal:
@@ -94,21 +94,21 @@ def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterat
 
 
 class Log:
-    """Lines on a standard error that is no terminal, of work that takes long: the first after `QUIET_SECONDS`."""
+    """Progress lines on stderr if it is no terminal: the first after `QUIET_SECONDS`, then every `LOG_SECONDS`."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
         self._due = time.monotonic() + QUIET_SECONDS
 
     def say(self, line: str) -> None:
-        """Print the line, if one is due."""
+        """Print the line if enough time has passed since the last one."""
         if not self._console.is_terminal and time.monotonic() >= self._due:
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
             self._due = time.monotonic() + LOG_SECONDS
 
 
 def step_progress() -> Progress:
-    """A bar of steps on standard error, if that is a terminal; standard output is left to the command's result."""
+    """Return a progress bar of steps on stderr, which is disabled if stderr is no terminal."""
     console = Console(stderr=True)
     status = TextColumn("{task.fields[status]}", markup=False)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), status
@@ -125,17 +125,17 @@ _AGAIN = "run the same command again, which goes on from the last checkpoint"
 
 @contextmanager
 def writing(path: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[None]:
-    """Turn what the operating system has against writing `num_bytes` bytes to `path` into a UserError.
+    """Convert errors of the operating system from writing `num_bytes` bytes to `path` into a UserError.
 
     Raises:
-        UserError: the disk is full or broken, a folder is read-only, ...; `advice` says what to do once it is not.
+        UserError: the disk is full or broken, a folder is read-only, ...; `advice` says what to do after the repair.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        # Libraries written in Rust (safetensors, tokenizers) pass the operating system's error on as text only.
+        # Libraries written in Rust (safetensors, tokenizers) report the operating system's error as text only.
         match = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
         if number is None:
@@ -149,10 +149,10 @@ def writing(path: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[Path]:
-    """A temporary file to write `num_bytes` bytes to: it becomes `path` when the block ends well, else disappears.
+    """Yield a temporary file for `num_bytes` bytes, renamed to `path` after the block, or deleted if the block fails.
 
     Raises:
-        UserError: as `writing`.
+        UserError: as in `writing`.
     """
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.incomplete")  # jobs may share a folder
     try:
@@ -166,10 +166,10 @@ def atomic_file(path: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[Pa
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON file.
+    """Return the contents of a JSON file.
 
     Raises:
-        UserError: it is not there, cannot be read, or holds something else.
+        UserError: it does not exist, cannot be read, or is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -178,19 +178,19 @@ def read_json(path: Path) -> Any:
 
 
 class Record(BaseModel, metaclass=_Immutable):
-    """Base of what a JSON file holds whole: immutable, with strict types and no unknown fields.
+    """Base class of the contents of a JSON file: immutable, with strict types and no unknown fields.
 
-    The types of all fields, also those within dataclasses, are checked when a record is made and when it is read.
+    The types of all fields, also within dataclasses, are checked when a record is made and when it is read.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, revalidate_instances="always")
 
     @classmethod
     def read(cls: type[AnyRecord], path: Path, advice: str) -> AnyRecord:
-        """Read a JSON file; `advice` says what to do if that fails.
+        """Return the record in a JSON file; `advice` says what to do if reading fails.
 
         Raises:
-            UserError: it cannot be read, is not JSON, or has a field that is missing, unknown or of another type.
+            UserError: it cannot be read, is not JSON, or has a missing or unknown field or one of another type.
         """
         try:
             return cls.model_validate_json(path.read_bytes())
@@ -217,9 +217,9 @@ class Record(BaseModel, metaclass=_Immutable):
 
 
 def sync(path: Path) -> None:
-    """Wait until the file is on the disk: a rename must not overtake the contents when the power fails.
+    """Wait until the file is on the disk, so that after a power failure a renamed file has its contents.
 
-    Also set the permissions of a new file; safetensors lets only the owner read its files.
+    Also set the permissions of a new file, because safetensors lets only the owner read its files.
     """
     with path.open("rb+") as file:
         if hasattr(os, "fchmod"):

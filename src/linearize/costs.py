@@ -25,13 +25,13 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class MixerCost:
-    """The mixer of one layer.
+    """The cost of one layer's mixer.
 
     Attributes:
-        parameters: trainable numbers.
-        state_bytes: of a sequence's state, but for its count of tokens; 0 for an encoder, which has none.
-        flops: of one token forward, in matrix products; of a decoder with all of its window, generated one by one.
-        grows: bytes of state per token, of heads that keep softmax; FLOPs are without them.
+        parameters: number of trainable parameters.
+        state_bytes: bytes of a sequence's state, without its token count; 0 for an encoder.
+        flops: FLOPs of matrix products in the forward pass of one token; for a decoder, of a step with a full window.
+        grows: bytes per token of heads that keep softmax, whose FLOPs are not counted.
     """
 
     parameters: int
@@ -40,16 +40,16 @@ class MixerCost:
     grows: int = 0
 
 
-Mixers = Sequence[MixerCost | None]  # of each layer; None: it stays softmax
+Mixers = Sequence[MixerCost | None]  # one per layer; None: the layer stays softmax
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that generating one sequence holds, of a student and of its teacher.
+    """Bytes of the state and KV cache of one sequence, of a student and of its teacher.
 
-    `state_bytes`: constant, over the converted layers. `student_bytes_per_token`: what the student still grows by, in
-    layers and heads that keep softmax; 0 is constant memory. A layer whose teacher attention slides is bounded already
-    and counts as no growth, on either side.
+    `state_bytes`: constant, over the converted layers. `student_bytes_per_token`: growth in layers and heads that keep
+    softmax; 0 is constant memory. Layers with sliding attention in the teacher are bounded, and their caches are
+    counted for neither model.
     """
 
     state_bytes: int
@@ -58,12 +58,12 @@ class Memory:
 
     @property
     def break_even_tokens(self) -> int | None:
-        """From how many tokens on the student holds less; None: never."""
+        """Return the number of tokens from which on the student needs fewer bytes; None if it never does."""
         return break_even_tokens(self.state_bytes, self.teacher_bytes_per_token, self.student_bytes_per_token)
 
 
 def generation_memory(mixers: Mixers, teacher: TeacherShape, dtype: torch.dtype) -> Memory:
-    """The memory of a sequence in models in `dtype`, which is that of keys and values; an encoder keeps none."""
+    """Return the memory of a sequence in student and teacher, with keys and values in `dtype`; 0 for an encoder."""
     growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
     kept = growing & {index for index, mixer in enumerate(mixers) if mixer is None}
     cache = 0 if teacher.bidirectional else 2 * teacher.num_kv_heads * teacher.head_dim * dtype.itemsize
@@ -76,7 +76,7 @@ def generation_memory(mixers: Mixers, teacher: TeacherShape, dtype: torch.dtype)
 
 
 def mixer_costs(layers: LayerPlan, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: Sequence[int]) -> Mixers:
-    """The cost of each layer's mixer; `rotary_dims` as of `mixer_cost`, one for each layer."""
+    """Return the cost of each layer's mixer; `rotary_dims` are those of `mixer_cost`, one per layer."""
     turned = list(zip(layers, rotary_dims, strict=True))
     different: dict[Any, MixerCost] = {
         (mixer, dims): mixer_cost(mixer, teacher, dtype, dims) for mixer, dims in set(turned) if mixer is not None
@@ -88,7 +88,7 @@ def mixer_costs(layers: LayerPlan, teacher: TeacherShape, dtype: torch.dtype, ro
 def mixer_cost(
     config: MixerConfig | HeadwiseConfig, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int
 ) -> MixerCost:
-    """The cost in a layer of `teacher`, a model in `dtype`, that rotates `rotary_dims` dimensions of a head (RoPE)."""
+    """Return a mixer's cost in a layer of `teacher`, in `dtype`; RoPE rotates `rotary_dims` dimensions of a head."""
     if isinstance(config, HeadwiseConfig):
         return _of_groups(config, teacher, dtype, rotary_dims)
     inputs, counter = one_token_inputs(teacher.layer, dtype, rotary_dims), FlopCounterMode(display=False)
@@ -108,7 +108,7 @@ def mixer_cost(
 
 
 def _of_groups(config: HeadwiseConfig, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int) -> MixerCost:
-    """The sum over groups of heads; those that keep softmax are counted as what grows."""
+    """Return the sum over groups of heads; heads that keep softmax count in `grows`."""
     costs, growing = [], 0
     per_kv_head = teacher.num_heads // teacher.num_kv_heads
     for group in config.groups:
@@ -127,7 +127,7 @@ def _of_groups(config: HeadwiseConfig, teacher: TeacherShape, dtype: torch.dtype
 
 
 def one_token_inputs(shape: LayerShape, dtype: torch.dtype, rotary_dims: int) -> AttnInputs:
-    """Return one token of all inputs that a layer can pass to its mixer, on the meta device."""
+    """Return all inputs that a layer can pass to its mixer, for one token, on the meta device."""
 
     def empty(*sizes: int) -> Tensor:
         return torch.empty(1, *sizes, dtype=dtype, device="meta")
@@ -139,5 +139,5 @@ def one_token_inputs(shape: LayerShape, dtype: torch.dtype, rotary_dims: int) ->
 
 
 def softmax_flops(teacher: TeacherShape, keys: int) -> int:
-    """Scores and weighted values of one query token over `keys` keys: 2 x 2 x H x D x keys, forward."""
+    """Return the forward FLOPs of one query token's attention over `keys` keys in a layer: 2 x 2 x H x D x keys."""
     return 4 * teacher.num_heads * teacher.head_dim * keys

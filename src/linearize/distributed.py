@@ -1,9 +1,9 @@
-"""Several processes, as torchrun starts them: whose rows are whose, and what is added up over all.
+"""Data parallelism over the processes that torchrun starts.
 
-Every process has all rows, and computes the gradients of its own rows, divided by what all rows of the step have. So
-their sum is what one process would have computed, whatever the number of processes. Of what is divided among them
-(DTensors, see `hf.sharding`) FSDP2 has added up the gradients already, in the backward pass. Files are the main
-process's business, the one of rank 0; the others only read them, or write their rows of what is divided.
+Every process has all rows, and computes the gradients of its own rows, divided by the number of tokens or labels in all
+rows of the step. So the sum over processes does not depend on their number. FSDP2 has already summed the gradients of
+sharded weights (DTensors, see `hf.sharding`) in the backward pass. The main process (rank 0) writes files; the others
+only read them, or write their shards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from linearize.base import UserError
 
-_STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells its processes
+_STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Return whether this process is the one that writes files."""
+        """Return whether this is the main process, which writes files."""
         return self.rank == 0
 
 
 def world() -> World:
-    """Return this process among those that `init_distributed` has started; the only one otherwise."""
+    """Return rank and number of processes; 0 and 1 outside `init_distributed`."""
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     return World()
@@ -51,21 +51,21 @@ def world() -> World:
 
 @contextmanager
 def init_distributed(device: torch.device) -> Iterator[World]:
-    """Within, the processes that torchrun has started know of each other; a process of its own stays alone.
+    """Connect the processes that torchrun has started for the block; yield the rank and number of processes.
 
     Raises:
-        UserError: another process has ended, so that this one waits in vain.
+        UserError: another process has ended.
     """
     if any(name not in os.environ for name in _STARTED):
         yield World()
         return
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # NCCL talks from the current one
+        torch.cuda.set_device(device)  # NCCL uses the current device
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield world()
     except RuntimeError as error:
-        # gloo has no error of its own.
+        # gloo has no error class.
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         rank, size = world().rank, world().size
@@ -79,7 +79,7 @@ def init_distributed(device: torch.device) -> Iterator[World]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """The block runs in the main process first, then in all others; none leaves before it has run in all."""
+    """Run the block in the main process first, then in all others; wait until all have run it."""
     main = world().main
     if not main:
         barrier()
@@ -96,10 +96,9 @@ def barrier() -> None:
 
 
 def shard_batches(batches: Sequence[object]) -> list[tuple[int, int]]:
-    """Return the batches that this process computes, and whether each counts: 1, or 0.
+    """Return the indices of the batches that this process computes, with a weight of 1 or 0 for each.
 
-    Processes take as many each, as those that share a model's weights must: where batches run out, the first is
-    computed once more, and does not count.
+    All processes get equally many, as sharded weights require: missing ones are replaced by the first, with weight 0.
     """
     rank, size = world().rank, world().size
     mine = range(rank, -(-len(batches) // size) * size, size)
@@ -107,7 +106,7 @@ def shard_batches(batches: Sequence[object]) -> list[tuple[int, int]]:
 
 
 def summed(losses: dict[str, float]) -> dict[str, float]:
-    """The sums over all processes, which have the same names in the same order."""
+    """Return the sums over all processes, which must have the same names in the same order."""
     if world().size == 1:
         return losses
     values = torch.tensor([*losses.values()], dtype=torch.float64)
@@ -116,14 +115,14 @@ def summed(losses: dict[str, float]) -> dict[str, float]:
 
 
 def put_together(part: Tensor) -> Tensor:
-    """Return the whole of a CPU tensor of which each process filled in a part and left zeros elsewhere."""
+    """Return the sum over processes of a CPU tensor in which each has filled a part and left zeros elsewhere."""
     if world().size > 1:
         dist.all_reduce(part)
     return part
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return the main process's value, plain data, which other processes may have rounded differently."""
+    """Return the main process's value, which must be plain data, in all processes."""
     if world().size == 1:
         return value
     values = [value]
@@ -132,7 +131,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def all_reduce_min(number: int) -> int:
-    """The least of the numbers that the processes have."""
+    """Return the minimum of the processes' numbers."""
     if world().size == 1:
         return number
     value = torch.tensor(number)
@@ -141,9 +140,9 @@ def all_reduce_min(number: int) -> int:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace every gradient by its sum over all processes, by one reduction for each dtype; divided ones are sums.
+    """Replace every gradient by its sum over all processes, with one reduction per dtype; skip sharded parameters.
 
-    A parameter without a gradient counts as one with zeros where another process has found one.
+    A parameter without a gradient counts as zeros if another process has a gradient for it.
     """
     if world().size == 1:
         return
@@ -164,9 +163,9 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
-    """Scale gradients down together until their norm is at most `max_norm`; the norm that they had.
+    """Scale gradients in place to a joint norm of at most `max_norm`; return their norm before.
 
-    One norm for all, be they whole in every process or divided among them. A norm that is not finite scales nothing.
+    The norm is over all gradients, replicated or sharded. If it is not finite, nothing is scaled.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
@@ -184,12 +183,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 def read_rows(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors from the safetensors in a folder, by name; of divided ones, this process's rows alone."""
+    """Fill tensors from the safetensors in a folder, by name; of sharded ones, this process's rows only."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # each process reads by itself
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # each process reads independently
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether the model's weights are divided among processes."""
+    """Return whether the model's weights are sharded over processes."""
     return isinstance(model, FSDPModule)

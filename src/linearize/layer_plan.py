@@ -1,6 +1,6 @@
-"""From a recipe and a teacher's ``config.json`` to a `LayerPlan`: one `MixerConfig`, or None (softmax), per layer.
+"""Make a `LayerPlan` (a mixer's config or None, softmax, per layer) from a recipe and a teacher's ``config.json``.
 
-The plan is the only truth after conversion and is stored in the student's ``config.json``.
+After conversion, the plan alone defines the model; it is stored in the student's ``config.json``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ def resolve(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> LayerPlan:
-    """One complete `MixerConfig`, or None for a layer that stays softmax, per layer of the teacher.
+    """Return a complete mixer config per layer of the teacher; None for a layer that stays softmax.
 
     Args:
-        errors: each layer's transfer error, where the layers to keep are chosen by it; None before it is measured,
-            when all are converted.
-        dtype: of keys and values, in which bytes of `memory` are counted.
+        errors: each layer's transfer error, if layers to keep are chosen by it; None before it is measured, when all
+            layers are converted.
+        dtype: of keys and values, for counting the bytes of `memory`.
 
     Raises:
         UserError: a layer index the teacher does not have, nothing left to convert, less memory than the smallest
-            window in every head needs, a size that makes no sense for these layers, or for an encoder what only a
-            decoder can have.
+            window in every head needs, a size that does not fit these layers, or a setting for decoders only.
     """
     if teacher.bidirectional:
         _check_encoder(recipe)
@@ -51,7 +50,7 @@ def resolve(
         return _before_measuring(recipe.memory, teacher, layers, dtype)
     mixer = recipe.mixer.resolved(teacher.layer)
     if teacher.bidirectional:
-        mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn
+        mixer = mixer.model_copy(update={"combine": Add()})  # there is no window to combine with
     plan: dict[int, list[MixerConfig | None]] = {index: [mixer] * teacher.num_kv_heads for index in layers}
     for listed in recipe.heads:
         for layer, head in listed.places(teacher.num_layers, teacher.num_kv_heads):
@@ -62,10 +61,10 @@ def resolve(
 
 
 def convertible_layers(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | None = None) -> list[int]:
-    """Return the layers that the recipe does not keep as they are, in rising order.
+    """Return the indices of the layers that the recipe converts, in rising order.
 
     Args:
-        errors: as of `resolve`.
+        errors: as in `resolve`.
 
     Raises:
         UserError: a layer index the teacher does not have, or nothing left to convert.
@@ -84,7 +83,7 @@ def convertible_layers(recipe: Recipe, teacher: TeacherShape, errors: Sequence[f
 def _before_measuring(
     memory: MemoryConfig, teacher: TeacherShape, layers: Sequence[int], dtype: torch.dtype
 ) -> LayerPlan:
-    """Return a plan of as many bytes as the allocation will have, which is not known before the teacher is measured.
+    """Return a plan with the same bytes as the allocation, which is unknown until the teacher is measured.
 
     Full layers are spread evenly, and all KV heads have the same window.
     """
@@ -103,10 +102,10 @@ def _before_measuring(
 
 
 def _check_encoder(recipe: Recipe) -> None:
-    """See that the recipe asks an encoder for nothing that needs an order of tokens, or a decoder's layers.
+    """Check that the recipe has no setting that only decoders support.
 
     Raises:
-        UserError: it does.
+        UserError: it has one.
     """
     if recipe.mixer.needs_order is not None:
         raise UserError(

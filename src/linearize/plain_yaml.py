@@ -1,4 +1,4 @@
-"""YAML that comes from strangers, read as plain data."""
+"""Read untrusted YAML as plain data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import yaml
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Refuse aliases: with them, a few lines can expand to gigabytes."""
+    """A loader that refuses aliases, with which a few lines can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Do as PyYAML, except for aliases."""
+        """Return PyYAML's node; raise an error at an alias."""
         if self.check_event(yaml.AliasEvent):
             event: Any = self.peek_event()
             raise yaml.MarkedYAMLError(
@@ -21,14 +21,14 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> object:
-    """Return the plain data that a YAML text stands for.
+    """Return the plain data of a YAML text.
 
     Raises:
-        yaml.YAMLError: not valid, of other objects than plain data, or with aliases.
-        RecursionError: nested too deeply.
+        yaml.YAMLError: it is not valid, has other objects than plain data, or aliases.
+        RecursionError: it is nested too deeply.
     """
     try:
         return yaml.load(text, _PlainLoader)
     except (ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        # PyYAML passes on what Python says of numbers of thousands of digits, of days that no month has, and so on.
+        # PyYAML does not catch Python's errors for numbers of thousands of digits, impossible dates, and so on.
         raise yaml.YAMLError(f"expected a value of its type, found another ({error})") from None

@@ -1,4 +1,4 @@
-"""Recipes: methods as data, read from YAML; `linearize.layer_plan` makes a layer plan of one."""
+"""Recipes: configs of methods, read from YAML; `linearize.layer_plan` makes a layer plan from one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KeepLayers(Config):
     """Layers that stay softmax; negative indices count from the end."""
 
     def kept(self, num_layers: int, errors: Sequence[float] | None) -> set[int]:
-        """The indices of the layers that stay; `errors` are their transfer errors, None before these are measured."""
+        """Return the indices of the layers to keep; `errors`: their transfer errors, None before these are measured."""
         raise NotImplementedError
 
     def _known(self, indices: Iterable[int], num_layers: int) -> set[int]:
@@ -119,7 +119,7 @@ class ListedHeads(Config):
     mixer: MixerConfig | None = None
 
     def places(self, num_layers: int, num_kv_heads: int) -> list[tuple[int, int]]:
-        """Layer and head of each, in a teacher with so many layers and KV heads.
+        """Return the layer and head of each, in a teacher with `num_layers` layers and `num_kv_heads` KV heads.
 
         Raises:
             UserError: the teacher has no such head.
@@ -138,8 +138,8 @@ class ListedHeads(Config):
 class Recipe(Config):
     """A method, as data: which mixer, on which layers, trained how.
 
-    Stages, each of which may be left out (null): `transfer` to the mixers, `adapt` of new weights to the model's
-    outputs (the first of SUPRA's two steps), and `finetune`.
+    Training stages, each optional (null): `transfer` trains mixers to match attention, `adapt` trains new weights on
+    the model's outputs (the first of SUPRA's two steps), and `finetune`.
     """
 
     name: str
@@ -202,7 +202,7 @@ class Recipe(Config):
 
     @property
     def _measured_on_text(self) -> str | None:
-        """Return the field for which a teacher's attention is measured on text; None if there is none."""
+        """Return the name of the field that requires measuring attention on text; None if there is none."""
         if self.memory is not None:
             return "memory"
         caches = {"mixer": self.mixer.cache} | {"heads": next((x.mixer.cache for x in self.heads if x.mixer), None)}
@@ -210,14 +210,12 @@ class Recipe(Config):
 
     @property
     def controls(self) -> tuple[str, ...]:
-        """Return the controls that the long evaluation trains, on as many tokens as all stages of the student together.
+        """Return the controls that the long evaluation fine-tunes, on as many tokens as all stages of the student.
 
-        The teacher (`teacher_finetuned`), its window alone (`window_finetuned`), and where there is a linear part, one
-        window of as many bytes as the student's state (`equal_finetuned`), or where heads have memory of their own, the
-        same memory without linear parts (`exact_finetuned`): as `finetune` says, be that LoRA or not.
-
-        None where fine-tuning trains nothing that a model without a linear part has. No teacher where its own outputs
-        are all there is to learn: it has them already.
+        `teacher_finetuned` is the teacher, and `window_finetuned` the student's window alone. If there is a linear
+        part, there is also `equal_finetuned`, one window with as many bytes as the student's state; or, if heads have
+        different memory, `exact_finetuned`, the student without linear parts. All are trained as `finetune` says.
+        There are no controls if `finetune` trains only mixers, and no teacher if its outputs are the only target.
         """
         tuned = self.finetune
         if not self.data.task.language or not (self.evaluation.long and self.evaluation.trained_controls):
@@ -233,7 +231,7 @@ class Recipe(Config):
 
     @classmethod
     def load(cls, name_or_path: str, overrides: Mapping[str, object] | None = None) -> Recipe:
-        """Read a recipe by name (see `recipe_names`) or from a YAML file, with dotted `overrides` applied.
+        """Return a recipe by name (see `recipe_names`) or from a YAML file, with dotted `overrides` applied.
 
         Raises:
             UserError: no such recipe, unreadable YAML, an unknown field, or a value of the wrong type.
@@ -265,18 +263,18 @@ class Recipe(Config):
 
     @classmethod
     def parse(cls, data: Mapping[str, object]) -> Recipe:
-        """Validate plain data as a recipe; `UserError` with one line for the first field that is wrong."""
+        """Return plain data as a validated recipe; raise a `UserError` for the first field that is wrong."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise UserError(_one_line(error, data)) from None
 
     def override(self, overrides: Mapping[str, object]) -> Recipe:
-        """This recipe with dotted fields replaced; `UserError` as in `load`."""
+        """Return this recipe with dotted fields replaced; raise a `UserError` as in `load`."""
         return Recipe.parse(_assigned(self.model_dump(mode="json"), overrides))
 
     def to_yaml(self) -> str:
-        """The recipe as YAML, every field written out."""
+        """Return the recipe as YAML with all fields."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=110)
 
 
@@ -285,17 +283,17 @@ _RECIPES = resources.files("linearize") / "recipes"
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with the package."""
+    """Return the names of the recipes in the package."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _RECIPES.iterdir() if entry.name.endswith(".yaml"))
 
 
 def recipe_text(name: str) -> str:
-    """Return the YAML of a recipe that comes with the package."""
+    """Return the YAML of a recipe in the package."""
     return (_RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, object]:
-    """``["mixer.span.window_size=32"]`` as ``{"mixer.span.window_size": 32}``; values are read as YAML."""
+    """Return ``["mixer.span.window_size=32"]`` as ``{"mixer.span.window_size": 32}``; values are read as YAML."""
     overrides: dict[str, object] = {}
     for assignment in assignments:
         field, equals, value = assignment.partition("=")
@@ -309,7 +307,7 @@ def parse_overrides(assignments: list[str]) -> dict[str, object]:
 
 
 def _assigned(data: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
-    """The data with dotted fields replaced, one after the other; a part's type may come behind its fields."""
+    """Return the data with dotted fields replaced in order; a part's type may come after its other fields."""
     for field in overrides:
         group, (*parents, last) = data, field.split(".")
         for parent in parents:
@@ -320,7 +318,7 @@ def _assigned(data: dict[str, object], overrides: Mapping[str, object]) -> dict[
                 )
             group = cast(dict[str, object], inner)
         if last == "type" and group.get("type") != overrides[field]:
-            # Another part: the fields of the one before do not belong to it.
+            # The type changes, so drop the fields of the previous type.
             for name in [name for name in group if ".".join([*parents, name]) not in overrides]:
                 del group[name]
         group[last] = copy.deepcopy(overrides[field])
@@ -329,10 +327,10 @@ def _assigned(data: dict[str, object], overrides: Mapping[str, object]) -> dict[
 
 def _one_line(error: ValidationError, data: object) -> str:
     first = error.errors(include_url=False)[0]
-    # Of those that come with the package: `recommended` has `memory`, and what goes with it; `lolcats` all the rest.
+    # `recommended` is an example of `memory` and the fields that go with it, `lolcats` of all others.
     has_memory = _fields(data).get("memory") is not None
     example = "recommended" if first["loc"][:1] == ("memory",) or (has_memory and not first["loc"]) else "lolcats"
-    # Pydantic puts the type of a part into the location; it is not part of the field's name.
+    # Pydantic adds a part's type to the location; it does not belong to the field's name.
     names: list[str] = []
     for name in first["loc"]:
         fields = _fields(data)
@@ -350,5 +348,5 @@ def _one_line(error: ValidationError, data: object) -> str:
 
 
 def _fields(data: object) -> Mapping[str | int, object]:
-    """Return the fields of a group; none if the data is no group."""
+    """Return the fields of a group; empty if the data is no group."""
     return cast(Mapping[str | int, object], data) if isinstance(data, Mapping) else {}
