@@ -158,7 +158,7 @@ class MixerConfig(Config):
 
     @property
     def needs_order(self) -> str | None:
-        """Return a part that only causal mixers can have, what an encoder's must be, and why; None if there is none."""
+        """Return an error message about a part that an encoder's mixer cannot have; None if all parts are allowed."""
         without_window = isinstance(self.combine, Add | SharedDenominator)  # where both are the linear part alone
         for field, expected, allowed, found in (
             ("span", "`none`", isinstance(self.span, NoSpan), self.span),
@@ -175,10 +175,10 @@ class MixerConfig(Config):
         return None
 
     def resolved(self, shape: LayerShape) -> MixerConfig:
-        """The mixer with every size filled in that may be left to the teacher.
+        """Return the mixer with all sizes set; unset ones are derived from the layer's.
 
         Raises:
-            UserError: a size that makes no sense for these layers.
+            UserError: a size that does not fit these layers.
         """
         if self.feature_map is None:
             return self

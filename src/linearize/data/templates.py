@@ -37,7 +37,7 @@ PIECE = 2**20  # characters per tokenizer call, which needs far more memory than
 MESSAGES = 256  # messages of a conversation; more are used only if needed, since templates render all for each reply
 _MARK = "\ue000"  # a private-use character, which texts do not contain
 _ROLES = ("system", "user", "assistant")
-_NO_TEXT = ("tool_calls", "function_call", "audio")  # of a message, beside its text
+_NO_TEXT = ("tool_calls", "function_call", "audio")  # fields of a message that are not text
 _TOOLS = ("tools", "functions")  # columns
 _SHAREGPT = (
     "conversations of the ShareGPT form: rename the column to messages, and from and value in it to role (system, "

@@ -34,7 +34,7 @@ class Speed:
     cache_bytes: int  # held after prompts and generated tokens, by all sequences together
     batch_size: int = 1
     new_tokens: int = 1
-    prefill_bytes: int | None = None  # most held at once during the prefill, the cache included
+    prefill_bytes: int | None = None  # peak during the prefill, including the cache
     compiling: float | None = None  # seconds of the first, uncounted step; None: steps are not compiled
 
 

@@ -1,8 +1,8 @@
 """Divide the weights of models among processes by torch's FSDP2, with each decoder layer as a unit.
 
 Mixers are small, and every process has them whole: attention transfer computes their gradients inside the forward of a
-unit, where FSDP2 could not reduce them. A divided weight is a DTensor of the whole weight's shape, of which this
-process holds some rows.
+unit, where FSDP2 could not reduce them. A divided weight is a DTensor with the whole weight's shape; each process holds
+some of its rows.
 """
 
 from __future__ import annotations

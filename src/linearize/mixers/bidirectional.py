@@ -26,7 +26,7 @@ class BidirectionalMixer(Mixer):
     """y_n = (phi_q(n) . S) / (phi_q(n) . z), or phi_q(n) . S with another normalizer.
 
     S and z sum over all tokens of n's document. Keys have no order, so a span, a decay and the delta rule are refused.
-    There is no window, so the output is the linear part, whatever `combine` the config has.
+    There is no window, so the output is the linear part, with any `combine`.
 
     Raises:
         ValueError: the config has a part that needs an order.
@@ -57,7 +57,7 @@ class BidirectionalMixer(Mixer):
     def linear_features(self, inputs: AttnInputs, layout: SequenceLayout) -> LinearFeatures:
         """Return the features of all tokens; key features of padding are 0."""
         assert layout.key_position.shape[1] == inputs.q.shape[2], "encoders carry no keys over from earlier calls"
-        assert self.feature_map is not None and self.config.feature_map is not None  # only `window_only` has none
+        assert self.feature_map is not None and self.config.feature_map is not None  # null only with `window_only`
         rotation, dtype = self.config.feature_map.rotation, accumulation_dtype(inputs.v.dtype)
         phi_k = self.feature_map.k(map_inputs(rotation, inputs)[1], layout.key_position)
         if self.feature_map.exponential:

@@ -145,7 +145,7 @@ class LinearMixer(Mixer):
             slots["map_keys"] = inputs.unrotated[1]
             if self.feature_map.config.rotation == "after":
                 assert inputs.rope is not None
-                heads = 1 if self.scorer is None else groups  # each KV head's cache holds tokens of its own
+                heads = 1 if self.scorer is None else groups  # caches of KV heads hold different tokens
                 cos, sin = (x[:, None].expand(batch, heads, -1, -1) for x in inputs.rope)
                 slots |= {"cos": cos, "sin": sin}
         if self.gate is not None:

@@ -105,7 +105,7 @@ def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
             continue
         index = extract_layer_index(name)
         device, before = next(module.parameters()).device, torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)  # whatever the model's is
+        torch.set_default_dtype(torch.float32)  # for mixers, in models of any dtype
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             mixer, shards = shard_of_heads(plan[index], shape, heads)  # type: ignore[arg-type]
         torch.set_default_dtype(before)

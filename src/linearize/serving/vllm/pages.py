@@ -63,7 +63,7 @@ class PageLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a page."""
+        """Return the bytes of a page."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     def views(self, pages: Tensor) -> list[Tensor]:
