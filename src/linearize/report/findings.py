@@ -378,7 +378,7 @@ def _benchmark_findings(run: RunFiles) -> Iterator[Finding]:
         low, high = difference - margin, difference + margin
         kind: Kind = "win" if low > 0 else "loss" if high < 0 else "open"
         words = f"{task} ({metric}): {share(student.value, 1)}, the teacher {share(teacher.value, 1)}; "
-        verb = {"win": "above", "loss": "below", "open": "not told apart from"}[kind]
+        verb = {"win": "above", "loss": "below", "open": "within the error of"}[kind]
         words += f"{verb} the teacher, difference {signed(100 * difference, 1)} points "
         yield Finding(kind, f"{words}[{signed(100 * low, 1)}, {signed(100 * high, 1)}].")
 
@@ -396,7 +396,7 @@ def attention_words(found: AttentionStatistics) -> str:
     """Return sentences about the statistics of a teacher's attention and about suitable windows."""
     sinks, heads, far = found.sink_heads, count(found.heads), found.beyond_near
     needs = "every window needs sinks" if sinks else "windows need no sinks"
-    spread = ": it is spread, so longer windows or linear parts help" if far > SPREAD else ""
+    spread = ": it is spread, so longer windows help" if far > SPREAD else ""
     return (
         f"The teacher gives its first token {share(found.first_token)} of its attention, and more than half in "
         f"{count(sinks)} of {heads} query heads: {needs}. The entropy of its attention is "
@@ -432,15 +432,13 @@ def memory(entries: Sequence[Speed]) -> Finding | None:
     else:
         lead = "growing", f", {memory_size(first)} to {memory_size(last)} {between}"
         words = f"Memory grows from {count(first)} to {count(last)} bytes {between}"
-    ratio = theirs / last
-    compared = f"{ratio:.3g} times less than" if ratio >= 1 else f"{1 / ratio:.3g} times as much as"
     start = memory_break_even(student, teacher)
     less = "never less than the teacher's"
     if start is not None:
         less = f"less than the teacher's from {count(start)} tokens on"
-    words += f"; at {count(long)} that is {compared} the teacher's {count(theirs)} bytes"
+    words += f"; at {count(long)} tokens that is {share(last / theirs)} of the teacher's {count(theirs)} bytes"
     words += f", which grow by {count(growth(teacher))} per token; {less}."
-    return Finding("win" if ratio > 1 else "loss", words, ("Its memory is ", lead[0], f"{lead[1]}; {less}."))
+    return Finding("win" if last < theirs else "loss", words, ("Its memory is ", lead[0], f"{lead[1]}; {less}."))
 
 
 def spread(run: RunFiles) -> Finding | None:
