@@ -164,6 +164,17 @@ def test_speed_where_rotary_angles_change(border: int, expected: list[int]) -> N
         assert f"config.rope_parameters: expected at most {border} tokens" in found.not_measured["speed"]
 
 
+def test_the_reasons_of_all_lengths_without_speed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any, lengths: list[int], **__: Any) -> list[Any]:
+        raise UserError(f"no room for {lengths[0]}")
+
+    monkeypatch.setattr("linearize.evaluation.measure.generation_speed", refuse)
+    found = measured(fakes(copying(30.0), copying(30.0)))
+    short, long = POSITIONS // 4 - NEW_TOKENS, POSITIONS - 1 - NEW_TOKENS
+    reasons = [f"of prompts of {length} tokens: no room for {length}" for length in (short, long)]
+    assert found.not_measured == {"speed": "; ".join(reasons)} and found.speed == []
+
+
 def test_without_a_teacher_the_student_is_measured_alone() -> None:
     models = {"student": copying(30.0), "ablated": Fake(vocab_size=VOCABULARY)}
     found = measured(models, missing=["teacher", "window_sinks"])

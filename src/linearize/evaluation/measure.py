@@ -195,12 +195,15 @@ def _speed(opened: Mapping[str, Candidate], max_positions: int, seed: int, reaso
         if not world().main or is_sharded(student):
             return []
         models = {"teacher": teacher, "student": student}
-        speeds = []
+        speeds: list[Speed] = []
+        failures: list[str] = []
         for length in lengths:
             try:
                 speeds += generation_speed(models, [length], new_tokens=NEW_TOKENS, repeats=3, seed=seed)
             except UserError as error:  # other measurements do not depend on it
-                reasons["speed"] = f"of prompts of {length} tokens: {error}"
+                failures.append(f"of prompts of {length} tokens: {error}")
+        if failures:
+            reasons["speed"] = "; ".join(failures)
         return speeds
 
 
