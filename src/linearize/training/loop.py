@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -132,7 +133,7 @@ def train(
         try:
             run.load(*checkpoint)
             if not main:  # the checkpoint has the main process's generator
-                torch.manual_seed(hash((seed, run.step, rank)) % 2**63)
+                torch.manual_seed(random.Random(f"{seed}, step {run.step}, rank {rank}").getrandbits(63))
         except KeyError as missing:
             raise UserError(
                 f"{output_dir}: expected a checkpoint of this version of linearize, found one without {missing}; "
