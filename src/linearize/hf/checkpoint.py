@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from jaxtyping import Int64
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 # Imported from its own module: older versions need torchvision for the public name.
@@ -388,12 +388,16 @@ def save_student(
 
 @contextmanager
 def _bars_on_terminals_only() -> Iterator[None]:
-    """Hide transformers' progress bars, like ours, unless stderr is a terminal."""
+    """Hide transformers' progress bars, like ours, unless stderr is a terminal; the GGUF reader has its own."""
+    reader: Any = modeling_gguf_pytorch_utils
+    reader_bar = reader.tqdm
     hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    reader.tqdm = functools.partial(reader_bar, disable=None)
     if hidden:
         logging.disable_progress_bar()
     try:
         yield
     finally:
+        reader.tqdm = reader_bar
         if hidden:
             logging.enable_progress_bar()

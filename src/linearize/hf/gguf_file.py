@@ -10,14 +10,12 @@ import copy
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, modeling_gguf_pytorch_utils
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
@@ -188,8 +186,7 @@ def load_gguf(path: Path, *, dtype: torch.dtype, auto_class: str) -> PreTrainedM
     if (settings := getattr(transformers, "GgufConfig", None)) is not None:  # older versions always widen
         options["quantization_config"] = settings(dequantize=True)
     load = getattr(transformers, auto_class).from_pretrained
-    with _bar_on_terminals_only():
-        model, _ = load_whole(load, str(path.parent), **options)
+    model, _ = load_whole(load, str(path.parent), **options)
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     state = path.stat()
@@ -213,18 +210,6 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
         if getattr(tokenizer, f"{name}_token") != token:
             setattr(tokenizer, f"{name}_token", token)
     return tokenizer
-
-
-@contextmanager
-def _bar_on_terminals_only() -> Iterator[None]:
-    """Hide the reader's progress bar unless stderr is a terminal; transformers' own setting does not affect it."""
-    reader: Any = modeling_gguf_pytorch_utils
-    bar = reader.tqdm
-    reader.tqdm = functools.partial(bar, disable=None)
-    try:
-        yield
-    finally:
-        reader.tqdm = bar
 
 
 def _value(reader: Any, name: str) -> Any:
