@@ -25,7 +25,7 @@ from linearize.report.load import RunRecord
 from linearize.run.folder import Run, student_folder
 from linearize.serving import command as serving
 from linearize.serving.page import make_page
-from linearize.serving.requests import ChatRequest, CompletionRequest, fault
+from linearize.serving.requests import ChatRequest, CompletionRequest, conversation, fault
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 from tests.commands import Command, assert_refused
@@ -208,7 +208,7 @@ def test_what_transformers_honours_reaches_it() -> None:
     assert CompletionRequest.model_validate({"prompt": "x"} | fields | {"echo": False}).sampling() == fields
     assert CompletionRequest.model_validate({"prompt": "x"} | neutral).sampling() == {}
     chat = ChatRequest.model_validate(CHAT | neutral | {"max_completion_tokens": 7, "max_tokens": 9, "tools": []})
-    assert chat.sampling() == {"max_tokens": 7} and chat.turns() == CHAT["messages"]
+    assert chat.sampling() == {"max_tokens": 7} and conversation(chat.messages) == CHAT["messages"]
     assert CompletionRequest.model_validate({"prompt": "x", "temperature": 1e-9}).sampling() == {"temperature": 0.0}
     assert CompletionRequest.model_validate({"prompt": "x", "stop": []}).sampling() == {}
 

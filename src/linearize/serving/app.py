@@ -36,7 +36,7 @@ from linearize.base import UserError
 from linearize.serving.guard import BYTES_PER_TOKEN, OTHER_BYTES, Guard, error_of, refusal
 from linearize.serving.jobs import Generation, Job
 from linearize.serving.page import Page
-from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, fault
+from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, conversation, fault
 
 _MARGIN = 1024  # a prefix of a text may have up to this many tokens more than the whole text
 NEW_TOKENS = 1024  # length of an answer if the request sets no limit
@@ -214,7 +214,7 @@ def build_app(
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Any:
-        turns = body.turns()
+        turns = conversation(body.messages)
         return await answer(
             ChatCompletionHandler, request, body, {"messages": turns}, lambda found: _chat_tokens(found, turns)
         )
@@ -234,8 +234,7 @@ def build_app(
         job, end = begin(request, name)
         try:
             if body.messages is not None:
-                turns = [message.model_dump(include={"role", "content"}) for message in body.messages]
-                tokens = await tokens_of(job, _chat_tokens, found, turns)
+                tokens = await tokens_of(job, _chat_tokens, found, conversation(body.messages))
             else:
                 assert body.prompt is not None
                 tokens = await tokens_of(job, found.tokens, body.prompt)

@@ -85,6 +85,11 @@ class Message(_Body):
     tool_calls: None = None
 
 
+def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages in transformers' format."""
+    return [message.model_dump(include={"role", "content"}) for message in messages]
+
+
 class ResponseFormat(_Body):
     type: Literal["text"]
 
@@ -103,10 +108,6 @@ class ChatRequest(Generation):
         """Return those of `Generation`, with `max_completion_tokens` as `max_tokens`."""
         found = super().sampling()
         return found if self.max_completion_tokens is None else found | {"max_tokens": self.max_completion_tokens}
-
-    def turns(self) -> list[dict[str, Any]]:
-        """Return the conversation in transformers' format."""
-        return [message.model_dump(include={"role", "content"}) for message in self.messages]
 
 
 class CompletionRequest(Generation):
