@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from linearize.report.figures import Line
-from linearize.report.findings import sentences, spread
+from linearize.report.findings import per_head_budget, sentences
 from linearize.report.html import Block, Figure, Prompts, Text
 from linearize.report.load import RunFiles
 from linearize.report.numbers import THIN
@@ -71,7 +71,7 @@ def test_memory_by_head(read: Read) -> None:
         f"Per-head KV budget allocation: 1 of 4 KV heads holds 89{THIN}% of its 1,088 key-value pairs "
         "(3.0; layer.head)."
     ]
-    assert texts(section.blocks)[0] in sentences(run) and spread(read()) is None
+    assert texts(section.blocks)[0] in sentences(run) and per_head_budget(read()) is None
 
 
 def test_the_worst_and_the_best_head_are_named(read: Read) -> None:

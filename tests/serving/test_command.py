@@ -149,7 +149,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         "uvicorn": ("Server",),
         "linearize.serving.app": ("NO_TEMPLATE", "Served", "build_app"),
         "linearize.serving.guard": ("LimitedProtocol",),
-        "linearize.serving.jobs": ("MOST_QUEUED", "MOST_SECONDS", "Generation"),
+        "linearize.serving.jobs": ("MOST_QUEUED", "MOST_SECONDS", "LimitedGeneration"),
     }.items():
         instead = type(sys)(module)
         vars(instead).update(dict.fromkeys(names, object))
@@ -260,7 +260,7 @@ def tensors(layer: Any) -> list[torch.Tensor]:
 def test_the_page_is_told_what_caches_hold(kind: str) -> None:
     teacher = tiny.llama()
     student = linearize.convert(teacher, tiny.recipe().override(PLANS[kind]))
-    told = make_page(("student", student), "teacher", chats=False).about
+    told = make_page(("student", student), "teacher", chats=False).contents
     for model, about in zip((student, teacher), told["models"], strict=True):
         assert about["name"] == about["role"]
         for tokens in (9, 40):
@@ -306,7 +306,7 @@ def test_the_page_is_one_file_that_only_its_own_script_may_run_in() -> None:
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?://(?!www\.w3\.org)", page.html
     )
     assert page.policy.startswith("default-src 'none'; connect-src 'self'; script-src 'sha256-")
-    assert "unsafe" not in page.policy and page.about["models"][0]["role"] == "student" and page.about["chats"]
+    assert "unsafe" not in page.policy and page.contents["models"][0]["role"] == "student" and page.contents["chats"]
 
 
 def test_models_sample_unless_asked_not_to_and_know_how_much_they_read() -> None:

@@ -474,9 +474,9 @@ def test_a_client_that_leaves_has_no_place_in_the_queue() -> None:
     """Its stream may never begin, so that nothing else ends the request."""
     from starlette.exceptions import HTTPException
 
-    from linearize.serving.jobs import Generation
+    from linearize.serving.jobs import LimitedGeneration
 
-    generation = Generation([], most_queued=1)
+    generation = LimitedGeneration([], most_queued=1)
     queue, job = generation.get_manager("student"), generation.job()
     queue.admit(job)
     with pytest.raises(HTTPException, match="429"):
@@ -487,10 +487,10 @@ def test_a_client_that_leaves_has_no_place_in_the_queue() -> None:
 
 def test_a_job_ends_before_the_next_layer() -> None:
     """A long prompt is one pass through the layers, so what ends it is checked there."""
-    from linearize.serving.jobs import Ended, Generation
+    from linearize.serving.jobs import Ended, LimitedGeneration
 
     model: Any = AutoModelForCausalLM.from_pretrained(teacher_path(), dtype=torch.float32)
-    generation, tokens, passed = Generation([model], most_seconds=60.0), torch.tensor([[5, 6, 7]]), []
+    generation, tokens, passed = LimitedGeneration([model], most_seconds=60.0), torch.tensor([[5, 6, 7]]), []
     model.model.layers[1].register_forward_hook(lambda *_: passed.append(1) or job.cancel(499, "left"))
     model.model.layers[2].register_forward_hook(lambda *_: passed.append(2))
     job = generation.job()

@@ -105,9 +105,9 @@ def auto_map(config_class: str, model_class: str, auto_class: str) -> dict[str, 
     return {"AutoConfig": f"{AUTO_MODULE}.{config_class}", auto_class: f"{AUTO_MODULE}.{model_class}"}
 
 
-def write_auto_module(folder: str | os.PathLike[str], auto_map: dict[str, str]) -> None:
-    """Write the module that `auto_map` names. It only imports, so transformers says if the package is missing."""
-    classes = [reference.rpartition(".")[2] for reference in auto_map.values()]
+def write_auto_module(folder: str | os.PathLike[str], references: dict[str, str]) -> None:
+    """Write the module of an `auto_map`. It only imports, so transformers says if the package is missing."""
+    classes = [reference.rpartition(".")[2] for reference in references.values()]
     names = ", ".join(f'"{name}"' for name in classes)
     text = f"from linearize.hf.classes import {', '.join(classes)}\n\n__all__ = [{names}]\n"
     (Path(folder) / f"{AUTO_MODULE}.py").write_text(text, encoding="utf-8")

@@ -101,7 +101,7 @@ def findings(run: RunFiles) -> list[Finding]:
         teacher_attention(run),
         agreement(run),
         generations(run),
-        spread(run),
+        per_head_budget(run),
         *_benchmark_findings(run),
         *faster(speeds(run), run.results.crossover),
         outliers(run),
@@ -396,11 +396,11 @@ def attention_words(found: AttentionStatistics) -> str:
     """Return sentences about the statistics of a teacher's attention and about suitable windows."""
     sinks, heads, far = found.sink_heads, count(found.heads), found.beyond_near
     needs = "every window needs sinks" if sinks else "windows need no sinks"
-    spread = ": it is spread, so longer windows help" if far > SPREAD else ""
+    advice = ": it is spread, so longer windows help" if far > SPREAD else ""
     return (
         f"The teacher gives its first token {share(found.first_token)} of its attention, and more than half in "
         f"{count(sinks)} of {heads} query heads: {needs}. The entropy of its attention is "
-        f"{number(found.entropy, 2)} nats, and {share(far)} lies on other tokens beyond the last {NEAR}{spread}."
+        f"{number(found.entropy, 2)} nats, and {share(far)} lies on other tokens beyond the last {NEAR}{advice}."
     )
 
 
@@ -441,7 +441,7 @@ def memory(entries: Sequence[Speed]) -> Finding | None:
     return Finding("win" if last < theirs else "loss", words, ("Its memory is ", lead[0], f"{lead[1]}; {less}."))
 
 
-def spread(run: RunFiles) -> Finding | None:
+def per_head_budget(run: RunFiles) -> Finding | None:
     """Return the sentence on the KV heads that keep most of a KV budget allocated per head."""
     held = {f"{layer}.{head}": x for layer, row in run.pairs_by_head.items() for head, x in enumerate(row)}
     if not held:

@@ -34,7 +34,7 @@ from transformers.cli.serving.utils import Modality
 
 from linearize.base import UserError
 from linearize.serving.guard import BYTES_PER_TOKEN, OTHER_BYTES, Guard, error_of, refusal
-from linearize.serving.jobs import Generation, Job
+from linearize.serving.jobs import Job, LimitedGeneration
 from linearize.serving.page import Page
 from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, conversation, fault
 
@@ -123,7 +123,7 @@ class Prepared(ModelManager):
 
 def build_app(
     served: Mapping[str, Served],
-    generation: Generation,
+    generation: LimitedGeneration,
     *,
     api_key: str | None = None,
     hosts: list[str] | None = None,
@@ -258,8 +258,8 @@ def build_app(
             return HTMLResponse(page.html, headers={"Content-Security-Policy": page.policy})
 
         @app.get("/page.json")
-        async def about() -> Any:
-            return page.about
+        async def page_json() -> Any:
+            return page.contents
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Any:

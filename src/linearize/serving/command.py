@@ -163,7 +163,7 @@ def start_transformers(
     try:
         from linearize.serving.app import NO_TEMPLATE, Served, build_app
         from linearize.serving.guard import LimitedProtocol
-        from linearize.serving.jobs import MOST_QUEUED, MOST_SECONDS, Generation
+        from linearize.serving.jobs import MOST_QUEUED, MOST_SECONDS, LimitedGeneration
     except ImportError as error:
         raise UserError(
             f"serve: expected the server of transformers 5.17 to 5.23, found another in {transformers.__version__} "
@@ -211,7 +211,7 @@ def start_transformers(
             # Some browsers run in this terminal and would block the server.
             threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
 
-    generation = Generation(
+    generation = LimitedGeneration(
         [each.model for each in served.values()],
         most_queued=endpoint.max_queued_requests or MOST_QUEUED,
         most_seconds=endpoint.max_request_seconds or MOST_SECONDS,

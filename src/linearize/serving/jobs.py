@@ -166,7 +166,7 @@ def _as_job(generate: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-class Generation(GenerationState):
+class LimitedGeneration(GenerationState):
     """transformers' generation for several models, with limits."""
 
     def __init__(

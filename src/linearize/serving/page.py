@@ -20,11 +20,11 @@ from linearize.hf.teacher import TeacherShape
 
 @dataclass(frozen=True)
 class Page:
-    """The page (`html`, calls only the server's own API), its Content-Security-Policy, and `about` the models."""
+    """The page (`html`, calls only the server's own API), its Content-Security-Policy, and its `contents`."""
 
     html: str
     policy: str
-    about: dict[str, Any]
+    contents: dict[str, Any]
 
 
 def make_page(student: tuple[str, PreTrainedModel], teacher: str | None, *, chats: bool) -> Page:
@@ -39,10 +39,10 @@ def make_page(student: tuple[str, PreTrainedModel], teacher: str | None, *, chat
     inline = {tag: re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL) for tag in ("script", "style")}
     allowed = "; ".join(f"{tag}-src {' '.join(map(_hash, found))}" for tag, found in inline.items())
     policy = f"default-src 'none'; connect-src 'self'; {allowed}; base-uri 'none'; form-action 'none'"
-    return Page(html, policy, about(student, teacher, chats=chats))
+    return Page(html, policy, page_contents(student, teacher, chats=chats))
 
 
-def about(student: tuple[str, PreTrainedModel], teacher: str | None, *, chats: bool) -> dict[str, Any]:
+def page_contents(student: tuple[str, PreTrainedModel], teacher: str | None, *, chats: bool) -> dict[str, Any]:
     """Return the data of the page: the models in the order of their columns, and the size of their caches.
 
     After n tokens a cache has ``constant_bytes + n * bytes_per_token`` bytes, in the model's dtype (`linearize plan`).

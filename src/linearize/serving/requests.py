@@ -41,7 +41,7 @@ class StreamOptions(_Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class Generation(_Body):
+class GenerationRequest(_Body):
     """Fields of both endpoints. Fields from `n` on are accepted with their default value only."""
 
     model: str | None = None
@@ -94,7 +94,7 @@ class ResponseFormat(_Body):
     type: Literal["text"]
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationRequest):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
@@ -105,12 +105,12 @@ class ChatRequest(Generation):
     response_format: ResponseFormat | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """Return those of `Generation`, with `max_completion_tokens` as `max_tokens`."""
+        """Return those of `GenerationRequest`, with `max_completion_tokens` as `max_tokens`."""
         found = super().sampling()
         return found if self.max_completion_tokens is None else found | {"max_tokens": self.max_completion_tokens}
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
     prompt: Text

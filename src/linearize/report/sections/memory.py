@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from linearize.report.findings import spread
+from linearize.report.findings import per_head_budget
 from linearize.report.heatmaps import Panel, Scale
 from linearize.report.html import Block, Section, Text
 from linearize.report.load import RunFiles
@@ -20,7 +20,7 @@ def memory(runs: Sequence[RunFiles]) -> Section:
     needs: list[Panel] = []
     for run in runs:
         assert run.allocation is not None
-        if (said := spread(run)) is not None:
+        if (said := per_head_budget(run)) is not None:
             blocks.append(Text(run.prefix + said.words))
         bytes_held.append(by_head(run.group or "", list(run.pairs_by_head.items())))
         rows = [(layer, [_mean(head) for head in heads]) for layer, heads in run.allocation.needs.items()]
