@@ -125,8 +125,7 @@ def plan(
     if dataset is not None:
         from linearize.evaluation.attention_statistics import measured_attention
 
-        options = {"dtype": computed_in, "device": device_of("auto")}
-        attention = measured_attention(model, shape, chosen.data, **options)
+        attention = measured_attention(model, shape, chosen.data, dtype=computed_in, device=device_of("auto"))
     if as_json:
         more = {"fit": found and found.to_json(), "cluster": [share.to_json() for share in shares]}
         more["teacher_attention"] = attention and asdict(attention)
@@ -538,8 +537,10 @@ def serve(
             )
         serving.start_vllm(model, endpoint, dtype=dtype, note=note)
     computed_on = device_of(device)
-    computed = {"dtype": dtype_of(dtype, computed_on), "device": computed_on}
-    serving.start_transformers(model, endpoint, **computed, page=page, teacher=teacher, note=note)
+    computed_in = dtype_of(dtype, computed_on)
+    serving.start_transformers(
+        model, endpoint, dtype=computed_in, device=computed_on, page=page, teacher=teacher, note=note
+    )
 
 
 @app.command()

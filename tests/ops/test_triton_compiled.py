@@ -16,7 +16,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from linearize.ops import triton_gradients, triton_kernels, triton_outputs  # noqa: E402
 from linearize.ops.triton_autograd import KEYS, QUERIES, queries_at_once, warps_for  # noqa: E402
-from linearize.ops.triton_launch import CHUNK, HOW, MOST_BYTES  # noqa: E402
+from linearize.ops.triton_launch import CHUNK, MOST_BYTES, OPTIONS  # noqa: E402
 
 SHARED_MEMORY = 99 * 2**10  # bytes that a program can have on every GPU since Ampere
 INTEGERS = ["lo", "ends", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
@@ -75,7 +75,7 @@ def cases() -> list[Any]:
 def test_kernels_compile_and_fit(name: str, constants: dict[str, Any], dtype: str, capability: int) -> None:
     modules = triton_kernels, triton_gradients, triton_outputs
     kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
-    constants = constants | {x: how for x, how in HOW.items() if x in kernel.arg_names or x == "num_stages"}
+    constants = constants | {x: option for x, option in OPTIONS.items() if x in kernel.arg_names or x == "num_stages"}
     options = {key: constants.pop(key) for key in ("num_stages", "num_warps") if key in constants}
     types = POINTERS | SCALARS | dict.fromkeys([*"qkvxy", *TOKENS], f"*{dtype}")
     if name == "linear_states":

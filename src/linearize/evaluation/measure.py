@@ -65,10 +65,11 @@ def measure_task(
     scores = score_task(candidates, answer, task, samples=config.bootstrap_samples, seed=seed)
     fidelity, reasons = None, {}
     if config.examine:
-        sampled: dict[str, Any] = {"max_tokens": config.fidelity_tokens, "batch_size": BATCH_SIZE, "seed": seed}
         with next(candidate for candidate in candidates if candidate.name == "student").open() as student:
             try:
-                fidelity = measure_fidelity(student, rows, **sampled)
+                fidelity = measure_fidelity(
+                    student, rows, max_tokens=config.fidelity_tokens, batch_size=BATCH_SIZE, seed=seed
+                )
             except UserError as error:  # the model has no fidelity; scores do not depend on it
                 reasons["fidelity"] = str(error)
     else:
@@ -95,11 +96,12 @@ def measure_quickly(
         context: tokens of a context.
     """
     reasons: dict[str, str] = {}
-    sizes: dict[str, int] = {"context": context, "max_positions": max_positions}
-    samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
+    samples = config.bootstrap_samples
     short, tasks = None, None
     try:
-        short = measure_short(teacher, student, rows, tokenizer, **sizes, **samples)
+        short = measure_short(
+            teacher, student, rows, tokenizer, context=context, max_positions=max_positions, samples=samples, seed=seed
+        )
     except UserError as error:  # too little held-out text; the model is written anyway
         reasons["short"] = str(error)
     if config.tasks and (world().main or is_sharded(student)):
@@ -130,8 +132,8 @@ def measure(
     """
     reasons: dict[str, str] = {}
     vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
-    sizes: dict[str, int] = {"window_size": window_size, "max_positions": max_positions}
-    copies = copy_rows(vocabulary, **sizes, rows=max(ENOUGH, config.copy_rows), seed=seed)
+    num_copies = max(ENOUGH, config.copy_rows)
+    copies = copy_rows(vocabulary, window_size=window_size, max_positions=max_positions, rows=num_copies, seed=seed)
     if copies is None:
         reasons["copying"] = f"a repeat at {2 * window_size} tokens does not fit the model's {max_positions} positions"
     losses: dict[str, TokenLosses] = {}
@@ -145,24 +147,26 @@ def measure(
         del model
         gc.collect()
 
-    samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
+    resampling: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
 
     def measured(candidate: Candidate) -> Measured:
-        quality = Quality.of(losses[candidate.name], window_size, **samples)
-        copying = Copying.of(copied[candidate.name], **samples) if candidate.name in copied else None
-        about = candidate.name, candidate.label, candidate.note, candidate.training_tokens
-        return Measured(*about, quality, copying)
+        quality = Quality.of(losses[candidate.name], window_size, **resampling)
+        copying = Copying.of(copied[candidate.name], **resampling) if candidate.name in copied else None
+        return Measured(candidate.name, candidate.label, candidate.note, candidate.training_tokens, quality, copying)
 
     def comparison(other: str) -> Comparison:
-        pair = losses["student"], losses[other]
+        a, b = losses["student"], losses[other]
         beyond = None
-        if pair[0].beyond_missing(window_size) is None:
-            beyond = paired_difference(*(x.beyond(window_size) for x in pair), **samples)
-        return Comparison(other, paired_difference(*pair, **samples), beyond)
+        if a.beyond_missing(window_size) is None:
+            beyond = paired_difference(a.beyond(window_size), b.beyond(window_size), **resampling)
+        return Comparison(other, paired_difference(a, b, **resampling), beyond)
 
     opened = {candidate.name: candidate for candidate in candidates}
     speed = _speed(opened, max_positions, seed, reasons) if "teacher" in opened else []
     barrier()  # other processes stay idle while the main process measures times
+    examined: dict[str, Any] = {}
+    if config.examine:
+        examined = _examined(opened, rows, tokenizer, window_size, max_positions, config, seed, reasons)
     return Results(
         window_size=window_size,
         measured=list(map(measured, candidates)),
@@ -171,13 +175,13 @@ def measure(
             for name in ("teacher", "window_finetuned", "equal_finetuned", "exact_finetuned", "ablated")
             if name in losses
         ],
-        far_context=kept_far_context(losses, window_size, **samples),
-        copying=kept_copying(copied["teacher"], copied["student"], **samples) if "teacher" in copied else None,
+        far_context=kept_far_context(losses, window_size, **resampling),
+        copying=kept_copying(copied["teacher"], copied["student"], **resampling) if "teacher" in copied else None,
         positions=loss_by_position(losses, seed=seed),
         speed=speed,
         crossover=Crossover.of(speed) if speed else None,
         missing=[LABELS[name] for name in missing],
-        **_examined(opened, rows, tokenizer, sizes, config, seed, reasons) if config.examine else {},
+        **examined,
         not_measured=reasons,
     )
 
@@ -214,35 +218,38 @@ def _examined(
     opened: Mapping[str, Candidate],
     rows: PackedRows,
     tokenizer: Tokenizer,
-    sizes: dict[str, int],
+    window_size: int,
+    max_positions: int,
     config: EvaluationConfig,
     seed: int,
     reasons: dict[str, str],
 ) -> dict[str, Any]:
     """Return the sections that compare the student with its teacher; add to `reasons` why any is missing."""
     rows = rows.spread(max(ENOUGH, config.examined_tokens // rows.input_ids.shape[1]))
-    samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
-    sampled: dict[str, Any] = {"max_tokens": config.fidelity_tokens, "batch_size": BATCH_SIZE, "seed": seed}
     with ExitStack() as stack:
         models = {name: stack.enter_context(opened[name].open()) for name in ("teacher", "student") if name in opened}
-        student = models["student"]
-        found: dict[str, Any] = {}
-        found["fidelity"] = measure_fidelity(student, rows, **sampled)
-        if "teacher" in models:
+        teacher, student = models.get("teacher"), models["student"]
+        sections: dict[str, Any] = {}
+        sections["fidelity"] = measure_fidelity(
+            student, rows, max_tokens=config.fidelity_tokens, batch_size=BATCH_SIZE, seed=seed
+        )
+        if teacher is not None:
             if all(layer.mixer.causal for layer in linearized_layers(student).values()):
-                tokens = rows.input_ids.flatten()[: min(TOKENS, sizes["max_positions"])]
-                found["teacher_attention"] = attention_statistics(models["teacher"], tokens[None])
-            options: dict[str, Any] = {"batch_size": BATCH_SIZE, "window_size": sizes["window_size"]}
-            found["agreement"] = logit_agreement(models["teacher"], student, rows, **options, **samples)
+                tokens = rows.input_ids.flatten()[: min(TOKENS, max_positions)]
+                sections["teacher_attention"] = attention_statistics(teacher, tokens[None])
+            samples = config.bootstrap_samples
+            sections["agreement"] = logit_agreement(
+                teacher, student, rows, batch_size=BATCH_SIZE, window_size=window_size, samples=samples, seed=seed
+            )
             try:
-                found["generations"] = generation_agreement(
-                    models["teacher"],
+                sections["generations"] = generation_agreement(
+                    teacher,
                     student,
                     tokenizer,
                     rows,
                     prompts=config.prompts,
-                    prompt_length=min(sizes["window_size"], sizes["max_positions"] // 4),
-                    new_tokens=min(config.new_tokens, sizes["max_positions"] // 2),
+                    prompt_length=min(window_size, max_positions // 4),
+                    new_tokens=min(config.new_tokens, max_positions // 2),
                     shown=SHOWN,
                     seed=seed,
                 )
@@ -253,34 +260,45 @@ def _examined(
         if not config.tasks:
             reasons["tasks"] = "no task was named; use --tasks or evaluation.tasks"
         elif world().main or is_sharded(student):  # lm-eval's questions are not shared
-            found["tasks"] = _benchmarks(models, tokenizer, config, seed)
-    return found | {"retrieval": _retrieval(opened, rows, tokenizer, sizes, config, seed)}
+            sections["tasks"] = _benchmarks(models, tokenizer, config, seed)
+    return sections | {"retrieval": _retrieval(opened, rows, tokenizer, window_size, max_positions, config, seed)}
 
 
 def _benchmarks(
     models: Mapping[str, PreTrainedModel], tokenizer: Tokenizer, config: EvaluationConfig, seed: int
 ) -> Benchmarks:
-    asked: dict[str, Any] = {"shots": config.shots, "limit": config.task_limit, "seed": seed}
-    return run_benchmarks(models, tokenizer, config.tasks, batch_size=BENCHMARK_BATCH_SIZE, **asked)
+    limit = config.task_limit
+    return run_benchmarks(
+        models, tokenizer, config.tasks, shots=config.shots, limit=limit, batch_size=BENCHMARK_BATCH_SIZE, seed=seed
+    )
 
 
 def _retrieval(
     opened: Mapping[str, Candidate],
     rows: PackedRows,
     tokenizer: Tokenizer,
-    sizes: dict[str, int],
+    window_size: int,
+    max_positions: int,
     config: EvaluationConfig,
     seed: int,
 ) -> list[Retrieval]:
-    tests = retrieval_tests(tokenizer, **sizes, trials=config.recall_trials, seed=seed, haystack=rows.input_ids)
+    trials = config.recall_trials
+    tests = retrieval_tests(
+        tokenizer,
+        window_size=window_size,
+        max_positions=max_positions,
+        trials=trials,
+        seed=seed,
+        haystack=rows.input_ids,
+    )
     answers: list[dict[str, Answers]] = [{} for _ in tests]
     for name in RECALLING:
         if name not in opened:
             continue
         with opened[name].open() as model:
-            for test, given in zip(tests, answers, strict=True):
-                given[name] = answer(model, test, batch_size=BATCH_SIZE, title=f"recall: {opened[name].label}")
+            for test, by_model in zip(tests, answers, strict=True):
+                by_model[name] = answer(model, test, batch_size=BATCH_SIZE, title=f"recall: {opened[name].label}")
         del model
         gc.collect()
-    samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
-    return [retrieval_result(test, given, **samples) for test, given in zip(tests, answers, strict=True)]
+    samples = config.bootstrap_samples
+    return [retrieval_result(*pair, samples=samples, seed=seed) for pair in zip(tests, answers, strict=True)]

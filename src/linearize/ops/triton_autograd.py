@@ -19,7 +19,7 @@ from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import LOG2_E
-from linearize.ops.triton_launch import CHUNK, HOW, MOST_BYTES, between_rows, power_of_2, strides
+from linearize.ops.triton_launch import CHUNK, MOST_BYTES, OPTIONS, between_rows, power_of_2, strides
 
 QUERIES = 32  # queries of a program of a backward pass
 KEYS = 32
@@ -106,7 +106,7 @@ class Softmax(torch.autograd.Function):
         den, log_scale = num.new_empty(q.shape[:3]), num.new_empty(q.shape[:3])
         # The place of the key with the largest score, whose gradient includes that of the running max.
         place = torch.empty_like(den, dtype=torch.int32) if differentiable else den
-        common = {"D": width, "BLOCK_D": power_of_2(width), "SOFTCAP": read.softcap is not None, "N": 32} | HOW
+        common = {"D": width, "BLOCK_D": power_of_2(width), "SOFTCAP": read.softcap is not None, "N": 32} | OPTIONS
         common["PLACE"] = differentiable
         triton_launch.launch(
             triton_kernels.window, (batch * heads, -(-length // CHUNK)),
@@ -143,7 +143,7 @@ class Softmax(torch.autograd.Function):
         g_num, g_den, g_log_scale = (g.contiguous() for g in grad_outputs)
         batch, heads, length, width = q.shape
         units, slots, sinks = k.shape[1], k.shape[2], read.sinks
-        common = {"D": width, "BLOCK_D": power_of_2(width), "SOFTCAP": read.softcap is not None} | HOW
+        common = {"D": width, "BLOCK_D": power_of_2(width), "SOFTCAP": read.softcap is not None} | OPTIONS
         if q.dtype != torch.float32:
             common["PRECISION"] = "tf32"  # represents 16-bit inputs exactly
         rows = queries_at_once(power_of_2(width) * q.element_size())
@@ -274,7 +274,7 @@ def _added_states(
 def linear_blocks(features: int, width: int) -> dict[str, Any]:
     """Return the sizes and options that the kernels of the linear part share."""
     side = min(64, power_of_2(width))
-    return {"F": features, "BLOCK_F": power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | HOW
+    return {"F": features, "BLOCK_F": power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | OPTIONS
 
 
 def linear_sums(
@@ -408,7 +408,7 @@ class HedgehogFeatures(torch.autograd.Function):
             *(x, weight, weight if bias is None else bias, phi, *strides(x)),
             *(heads, heads // x.shape[1], heads // len(weight), length, least),
             D=width, BLOCK_D=min(64, power_of_2(width)), N=outputs, BLOCK_N=power_of_2(outputs), M=rows,
-            BIAS=bias is not None, SOFTMAX=activation != "exp", HALVES=activation == "softmax_halves", **HOW,
+            BIAS=bias is not None, SOFTMAX=activation != "exp", HALVES=activation == "softmax_halves", **OPTIONS,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, phi if activation != "exp" else None)
         ctx.activation, ctx.least = activation, least
@@ -430,7 +430,7 @@ class HedgehogFeatures(torch.autograd.Function):
             triton_gradients.hedgehog_outputs, (batch * heads, -(-length // rows)),
             *(g_phi if phi is None else phi, g_phi, grad_y, length, ctx.least),
             N=features // 2, BLOCK_N=power_of_2(features // 2), M=rows, SOFTMAX=phi is not None,
-            HALVES=ctx.activation == "softmax_halves", num_stages=HOW["num_stages"],
+            HALVES=ctx.activation == "softmax_halves", num_stages=OPTIONS["num_stages"],
         )  # fmt: skip
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:

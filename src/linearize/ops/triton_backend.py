@@ -37,7 +37,7 @@ from linearize.ops.triton_autograd import (
     linear_sums,
     summed_states,
 )
-from linearize.ops.triton_launch import CHUNK, HOW, WIDEST, between_rows, power_of_2, rows_of_numbers, strides
+from linearize.ops.triton_launch import CHUNK, OPTIONS, WIDEST, between_rows, power_of_2, rows_of_numbers, strides
 
 MOST_GROUPED = 64  # the most query heads of one program of a step
 
@@ -205,7 +205,7 @@ def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
         WINDOW=slots > 0, HIDES=bias is not None, LINEAR=linear is not None, WRITES=phi_k is not unread,
         LEAVES=entering is not unread, AHEAD=begins is not unread, SOFTCAP=x.softcap is not None, D=width,
         BLOCK_D=power_of_2(width), SIDE=side, F=features, BLOCK_F=power_of_2(features), M=power_of_2(group), N=32,
-        **HOW,
+        **OPTIONS,
     )  # fmt: skip
     return StepOutputs(y, None, None, next_k, next_v, state)
 

@@ -14,7 +14,7 @@ MOST_BYTES = 2**15  # bytes of the queries of a program
 CHUNK = 64  # queries of a program
 # Products of float32 are computed as three of TF32, with almost the same accuracy. Without prefetching, kernels fit the
 # 99 KiB of shared memory that GPUs have since Ampere.
-HOW = {"PRECISION": "tf32x3", "num_stages": 1}
+OPTIONS = {"PRECISION": "tf32x3", "num_stages": 1}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) -> None:

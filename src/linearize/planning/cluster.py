@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -21,7 +20,7 @@ from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.planning.fit import parse_memory
 from linearize.planning.plan import make_plan
-from linearize.planning.results import StageCost, size
+from linearize.planning.results import Plan, StageCost, size
 from linearize.recipe import Recipe
 from linearize.training.optimizers import MOMENT_BYTES
 
@@ -80,8 +79,13 @@ def shares(
     """
     if recipe.transfer is not None:
         recipe = recipe.model_copy(update={"transfer": recipe.transfer.model_copy(update={"layers_per_block": None})})
-    how: dict[str, Any] = {"dtype": dtype, "device": torch.device("cuda"), "training_tokens": None}
-    model, plan, found = MetaModel.of(teacher), make_plan(recipe, teacher, layers, **how), list[Share]()
+
+    def planned(chosen: Recipe) -> Plan:
+        return make_plan(chosen, teacher, layers, dtype=dtype, device=torch.device("cuda"), training_tokens=None)
+
+    model = MetaModel.of(teacher)
+    plan = planned(recipe)
+    found: list[Share] = []
     unit = max(2 * max(model.layers), model.total - sum(model.layers)) * dtype.itemsize
     mixers, weights = plan.new_parameters * dtype.itemsize, plan.teacher_parameters * dtype.itemsize
     stages = {"transfer": "attention transfer", "adapt": "adapt", "finetune": "finetune"}
@@ -102,13 +106,13 @@ def shares(
                 divided += _trained(plan.teacher_parameters, FP32 + moments)
                 of_mixers = _trained(plan.new_parameters, FP32 + moments)
                 adapters = config.model_copy(update={"all_weights": False, "lora": LoRAConfig(), "mixers": True})
-                less = getattr(make_plan(recipe.model_copy(update={name: adapters}), teacher, layers, **how), name)
+                less = getattr(planned(recipe.model_copy(update={name: adapters})), name)
                 taken = _step(less, weights + mixers + _trained(less.trainable_parameters, moments))
             own = -(-divided // cluster.gpus) + mixers
             found.append(Share(title, "sharded", own, of_mixers, unit, taken, cluster.memory))
         if name == "transfer" and not teacher.bidirectional:
             one = recipe.model_copy(update={name: config.model_copy(update={"layers_per_block": 1})})
-            block = make_plan(one, teacher, layers, **how).transfer
+            block = planned(one).transfer
             assert block is not None and block.memory_bytes is not None
             held_once = block.memory_bytes - activations
             found.append(Share(title, "block-wise", held_once, 0, 0, activations, cluster.memory))

@@ -212,23 +212,28 @@ def _measured(
 ) -> Results:
     task, layers = recipe.data.task, read_plan(student.config)
     found, missing = candidates(teacher, student, layers, recipe, run)
-    about: dict[str, Any] = {"config": recipe.evaluation, "seed": recipe.seed}
     if isinstance(task, TextEmbedding) and teacher is None:
         raise UserError("--teacher: expected the model whose embeddings are compared with, found nothing; name it")
     answer = answering(task, dataset, processor, teacher) if task.scores else None
     if not task.language:
         assert answer is not None
-        return measure_task(found, answer, task, dataset.test, missing=missing, **about)
+        return measure_task(
+            found, answer, task, dataset.test, config=recipe.evaluation, seed=recipe.seed, missing=missing
+        )
     rows = dataset.test
     assert isinstance(rows, PackedRows)
-    about["window_size"] = window_reach(layers, student, recipe.data.sequence_length)
-    about["max_positions"] = TeacherShape.from_config(student.config.to_dict()).max_positions
+    common: dict[str, Any] = {
+        "window_size": window_reach(layers, student, recipe.data.sequence_length),
+        "max_positions": TeacherShape.from_config(student.config.to_dict()).max_positions,
+        "config": recipe.evaluation,
+        "seed": recipe.seed,
+    }
     if recipe.evaluation.long:
-        results = measure(found, rows, processor, missing=missing, **about)
+        results = measure(found, rows, processor, missing=missing, **common)
     else:
         # With a budget, the length at which it is a fraction of the teacher's cache.
         context = recipe.data.sequence_length if recipe.memory is None else recipe.memory.reference_length
-        results = measure_quickly(teacher, student, rows, processor, context=context, **about)
+        results = measure_quickly(teacher, student, rows, processor, context=context, **common)
     if answer is None:
         return results
     of_any = [candidate for candidate in found if candidate.name in OF_ANY_TASK]

@@ -63,8 +63,9 @@ def attention_transfer(
     objective = TransferObjective(student, config)
     if config.calibration_tokens is not None and not (output_dir / RESULT).is_file():
         calibrate(student, train_rows, config.calibration_tokens)
-    about: dict[str, Any] = {"seed": seed, "title": title, "model": student}
-    return train(objective, train_rows, validation_rows, config, output_dir=output_dir, **about)
+    return train(
+        objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title, model=student
+    )
 
 
 def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:

@@ -71,8 +71,9 @@ def finetune(
     finished = (output_dir / RESULT).is_file()
     with prepared(model, config, seed) as (module, autocast, at_end):
         objective = OutputObjective(module, config, teacher, autocast, at_end)
-        about: dict[str, Any] = {"seed": seed, "title": title, "model": model}
-        result = train(objective, train_rows, validation_rows, config, output_dir=output_dir, **about)
+        result = train(
+            objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title, model=model
+        )
     if not finished:  # else the warning was logged before
         _warn(model, before, validation_rows, config, teacher, result, title)
     return result

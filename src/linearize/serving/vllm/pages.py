@@ -137,9 +137,11 @@ def page_layouts(config: Any, dtype: torch.dtype, heads: range) -> list[PageLayo
     """Return the page layout of these KV heads in each layer of a converted model in `dtype`; None for softmax."""
     shape, rope = teacher_shape(config).layer, getattr(config, "rope_parameters", None) or {}
     rotary_dims = int(shape.head_dim * rope.get("partial_rotary_factor", 1))
-    how = shape, heads, dtype, rotary_dims, getattr(config, "state_dtype", None)
+    state_dtype = getattr(config, "state_dtype", None)
     plan: tuple[Any, ...] = read_plan(config)  # configs are frozen, so they can be cache keys
-    return [None if mixer is None else _page_layout(mixer, *how) for mixer in plan]
+    return [
+        None if mixer is None else _page_layout(mixer, shape, heads, dtype, rotary_dims, state_dtype) for mixer in plan
+    ]
 
 
 @functools.cache  # many layers are equal, and vLLM calls this several times
