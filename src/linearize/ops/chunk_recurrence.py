@@ -19,8 +19,8 @@ from torch import Tensor
 
 from linearize.configs.spans import NoSpan, Span, TerracedSpan
 from linearize.ops.block_sizes import kind
-from linearize.ops.decays import decay_factor, decayed_scores, decayed_sums, ticking
-from linearize.ops.grid import Body, ChunkLayout, Given, Grads, Grid, Tensors, pick, scan
+from linearize.ops.decays import decay_factor, decayed_scores, decayed_sums, masked_log_decay
+from linearize.ops.grid import BlockArgs, Body, ChunkLayout, Grads, Grid, Tensors, pick, scan
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs
 from linearize.ops.layout import SequenceLayout
@@ -95,18 +95,18 @@ class ChunkRecurrence(Body):
         query, key, near, reads, enters, keeps = (x[:, None].to(self.dtype) for x in numbers)
         return Masks(query, key, near, reads, enters, keeps, catches_up)
 
-    def forward(self, given: Given, outputs: Tensors) -> Tensors:
-        y, S = self.segment(given.block.masks, *given.state, *self._of_block(given))
-        self.grid.query_rows(outputs[0], given.block).copy_(y)
+    def forward(self, args: BlockArgs, outputs: Tensors) -> Tensors:
+        y, S = self.segment(args.block.masks, *args.state, *self._of_block(args))
+        self.grid.query_rows(outputs[0], args.block).copy_(y)
         return (S,)
 
-    def backward(self, given: Given, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
-        block, (S, *leaves) = given.block, [x.detach() for x in (*given.state, *self._of_block(given))]
+    def backward(self, args: BlockArgs, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
+        block, (S, *leaves) = args.block, [x.detach() for x in (*args.state, *self._of_block(args))]
         wanted = [S, *(x for x, grad in zip(leaves, grads, strict=True) if grad is not None)]
         for x in wanted:
             x.requires_grad_()
         with torch.enable_grad():
-            outputs = self.segment(given.block.masks, S, *leaves)
+            outputs = self.segment(args.block.masks, S, *leaves)
         grad_y = self.grid.query_rows(grad_outputs[0], block)
         grad_S, *found = torch.autograd.grad(outputs, wanted, (grad_y, *grad_after))
         if grads[0] is not None:
@@ -115,9 +115,9 @@ class ChunkRecurrence(Body):
             self.grid.add_keys(grad, block, g)
         return (grad_S,)
 
-    def _of_block(self, given: Given) -> list[Tensor]:
-        queries, *keys = given.inputs
-        return [self.grid.query_rows(queries, given.block), *(self.grid.keys(x, given.block) for x in keys)]
+    def _of_block(self, args: BlockArgs) -> list[Tensor]:
+        queries, *keys = args.inputs
+        return [self.grid.query_rows(queries, args.block), *(self.grid.keys(x, args.block) for x in keys)]
 
 
 # --- the delta rule ---------------------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ def delta_values(x: LinearInputs) -> Float[Tensor, "B Hk K D"]:
     beta = x.beta * (x.layout.key_position >= x.span.sinks)[:, None, :, None]
     tensors = [slots.spread(tensor.to(dtype)) for tensor in (x.phi_k, repeat_kv(x.v, heads), beta)]
     if x.log_decay_k is not None:
-        ticks = ticking(x.log_decay_k.to(dtype), x.span, x.layout)
-        tensors.append(slots.spread(ticks.expand(batch, -1, -1, -1)))
+        log_decay = masked_log_decay(x.log_decay_k.to(dtype), x.span, x.layout)
+        tensors.append(slots.spread(log_decay.expand(batch, -1, -1, -1)))
     width = x.v.shape[3]
     S = x.v.new_zeros(batch, heads, features, width, dtype=dtype) if x.state is None else x.state.S.to(dtype)
     body = ChunkRecurrence(slots, NoSpan(), tensors[0], S, _delta_segment)
@@ -190,7 +190,7 @@ def vector_decay_scan(x: LinearInputs) -> Partial:
     lag = min(span.linear_delay, q.shape[2])
     for name, log_decay in (("log_decay_k", x.log_decay_k), ("log_decay_v", x.log_decay_v)):
         if log_decay is not None:
-            decays[name] = slots.spread(ticking(log_decay.to(dtype), span, layout).expand(batch, -1, -1, -1))
+            decays[name] = slots.spread(masked_log_decay(log_decay.to(dtype), span, layout).expand(batch, -1, -1, -1))
             if lag:
                 skipped[name] = decay_factor(repeat_kv(_last(decays[name], lag, slots.chunk), q.shape[1]))
     if "log_decay_k" in skipped:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from linearize.configs.spans import Span
 from linearize.ops.chunk_recurrence import delta_values, vector_decay_scan
-from linearize.ops.decays import ticking
+from linearize.ops.decays import masked_log_decay
 from linearize.ops.grid import (
     Block,
+    BlockArgs,
     Body,
     ChunkLayout,
-    Given,
     Grads,
     Grid,
     Tensors,
@@ -113,15 +113,15 @@ class _WindowSoftmax(Body):
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
         return grid.repeat_queries(bias[:, None])
 
-    def forward(self, given: Given, outputs: Tensors) -> Tensors:
-        (num, rest), block, x = outputs, given.block, _WindowBlock(self, given)
+    def forward(self, args: BlockArgs, outputs: Tensors) -> Tensors:
+        (num, rest), block, x = outputs, args.block, _WindowBlock(self, args)
         weights = x.below_top.exp2_()
         self.grid.put_product(num, block, weights, x.v)
         self.grid.put_queries(rest, block, torch.cat([weights.sum(-1, keepdim=True), x.log_scale], dim=-1))
         return ()
 
-    def backward(self, given: Given, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
-        grid, block, x = self.grid, given.block, _WindowBlock(self, given)
+    def backward(self, args: BlockArgs, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
+        grid, block, x = self.grid, args.block, _WindowBlock(self, args)
         is_top, equals = _largest(x.below_top)
         weights = x.below_top.exp2_()
         g_num, g_rest = (grid.queries(g, block) for g in grad_outputs)
@@ -155,8 +155,8 @@ def _largest(below_top: Float[Tensor, "*rows W"]) -> tuple[Float[Tensor, "*rows 
 class _WindowBlock:
     """Compute the scores that forward and backward share, to base 2: exp2 takes a fourth of the time of exp."""
 
-    def __init__(self, window: _WindowSoftmax, given: Given) -> None:
-        block, _, (q, k, v, sink_k, sink_v) = given
+    def __init__(self, window: _WindowSoftmax, args: BlockArgs) -> None:
+        block, _, (q, k, v, sink_k, sink_v) = args
         bias, grid, softcap = block.masks, window.grid, window.softcap
         self.chunks = slice(block.start // grid.chunk, block.stop // grid.chunk)
         self.k, self.v = grid.near(grid.keys(k, block)), grid.near(grid.keys(v, block))
@@ -195,8 +195,8 @@ def linear_scan(x: LinearInputs) -> Partial:
     dtype, slots = accumulation_dtype(x.v.dtype), ChunkLayout(layout, chunk)
     sums = None
     if x.log_decay_k is not None:
-        ticks = slots.spread(ticking(x.log_decay_k, span, layout).expand(len(phi_k), -1, -1, -1))
-        sums = ticks.double().cumsum(2)
+        log_decay = slots.spread(masked_log_decay(x.log_decay_k, span, layout).expand(len(phi_k), -1, -1, -1))
+        sums = log_decay.double().cumsum(2)
     tensors = x.queries(), phi_k, repeat_kv(x.v, phi_k.shape[1])
     phi_q, phi_k, v = (slots.spread(tensor.to(dtype)) for tensor in tensors)
     # Keys lie no later than the first query that reads them. Query chunk c reads the keys in chunks c - first .. c
@@ -301,21 +301,21 @@ class _LinearScan(Body):
             _decay(boundary[..., None], boundary[:, :, None], dtype).mul_(masks.into),
         )
 
-    def forward(self, given: Given, outputs: Tensors) -> Tensors:
-        (num, den), grid, block, x = outputs, self.grid, given.block, _LinearBlock(self, given)
+    def forward(self, args: BlockArgs, outputs: Tensors) -> Tensors:
+        (num, den), grid, block, x = outputs, self.grid, args.block, _LinearBlock(self, args)
         near = x.scores.sum(-1, keepdim=True)
-        if not given.state:
+        if not args.state:
             grid.put_queries(den, block, near)
             grid.put_product(num, block, x.scores, x.near_v)
             return ()
-        S, z = x.states(*given.state)
+        S, z = x.states(*args.state)
         from_state = (x.reads * z[:, :, :-1, None]).sum(-1, keepdim=True)
         grid.put_queries(den, block, from_state.add_(near))
         grid.put_product(num, block, x.reads, S[:, :, :-1], added=(x.scores, x.near_v))
         return S[:, :, -1], z[:, :, -1]
 
-    def backward(self, given: Given, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
-        grid, kernel, block, x = self.grid, self.kernel, given.block, _LinearBlock(self, given)
+    def backward(self, args: BlockArgs, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
+        grid, kernel, block, x = self.grid, self.kernel, args.block, _LinearBlock(self, args)
         grad_q, grad_k, grad_v, *grad_sums = grads
         g_num, g_den = (grid.queries(g, block) for g in grad_outputs)
         g_products = (g_num @ x.near_v.mT).add_(g_den).mul_(x.masks.near)
@@ -325,9 +325,9 @@ class _LinearScan(Body):
         # Attention transfer trains the features alone, so values may need no gradient.
         g_values = None if grad_v is None else grid.fold(x.scores.mT @ g_num)
         grad_before = ()
-        if given.state:
+        if args.state:
             n, into = x.q.shape[2], x.masks.into.mT
-            S, z = (y[:, :, :-1] for y in x.states(*given.state))
+            S, z = (y[:, :, :-1] for y in x.states(*args.state))
             # The gradient of the states, from a chunk's own reads and from later slots; then that of their summands.
             g_S = torch.cat([x.reads.mT @ g_num, grad_after[0][:, :, None]], dim=2)
             g_z = torch.cat([(x.reads * g_den).sum(-2), grad_after[1][:, :, None]], dim=2)
@@ -365,8 +365,8 @@ def _decay(later: Tensor, earlier: Tensor, dtype: torch.dtype) -> Tensor:
 class _LinearBlock:
     """Compute the tensors of a block that forward and backward share."""
 
-    def __init__(self, scan: _LinearScan, given: Given) -> None:
-        (q, k, v, *_), grid, kernel, block = given.inputs, scan.grid, scan.kernel, given.block
+    def __init__(self, scan: _LinearScan, args: BlockArgs) -> None:
+        (q, k, v, *_), grid, kernel, block = args.inputs, scan.grid, scan.kernel, args.block
         self.masks, self.kernel = scan.decayed(block, block.masks), kernel
         self.keys, values = grid.keys(k, block), grid.keys(v, block)
         self.q, self.near_k, self.near_v = grid.queries(q, block), grid.near(self.keys), grid.near(values)

@@ -23,17 +23,19 @@ from linearize.configs.spans import Span
 from linearize.ops.layout import SequenceLayout
 
 
-def ticking(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceLayout) -> Float[Tensor, "B Hk K X"]:
+def masked_log_decay(
+    log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceLayout
+) -> Float[Tensor, "B Hk K X"]:
     """Return the log decays, 0 in slots without a key and in slots of sinks, before the first linear key."""
-    ticks = layout.key_position >= span.sinks
+    decays = layout.key_position >= span.sinks
     if layout.uniform and not span.sinks:
         return log_decay
-    return torch.where(ticks[:, None, :, None], log_decay, 0)
+    return torch.where(decays[:, None, :, None], log_decay, 0)
 
 
 def cumulative(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceLayout) -> Float[Tensor, "B Hk K X"]:
     """Return G_n, the sum of the log decays of slots 0..n, in float64: differences of large sums need it."""
-    return ticking(log_decay, span, layout).double().cumsum(2)
+    return masked_log_decay(log_decay, span, layout).double().cumsum(2)
 
 
 def remaining(
@@ -45,7 +47,7 @@ def remaining(
     """
     steps = log_decay.double()
     if until is not None:
-        steps = torch.where(until[:, None, :, None], ticking(log_decay, span, layout).double(), 0)
+        steps = torch.where(until[:, None, :, None], masked_log_decay(log_decay, span, layout).double(), 0)
     total = steps.sum(2, keepdim=True)
     return total - steps.cumsum(2), total
 

@@ -263,7 +263,7 @@ Tensors = Sequence[Tensor]
 Grads = Sequence[Tensor | None]
 
 
-class Given(NamedTuple):
+class BlockArgs(NamedTuple):
     """The arguments of a body for one block: the state before it, [b, h, ...] each; all inputs, [B, H or Hk, P, X]."""
 
     block: Block
@@ -281,11 +281,11 @@ class Body(ABC):
         """Return the masks that all heads of a block share."""
 
     @abstractmethod
-    def forward(self, given: Given, outputs: Tensors) -> Tensors:
+    def forward(self, args: BlockArgs, outputs: Tensors) -> Tensors:
         """Write the outputs of the block's queries; return the state after the block."""
 
     @abstractmethod
-    def backward(self, given: Given, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
+    def backward(self, args: BlockArgs, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
         """Return the gradient of the state before the block, given that of the state after it.
 
         `grads` are the gradients of the inputs, None if not wanted. Write that of the first input, the queries; add to
@@ -313,8 +313,8 @@ class _Scan(torch.autograd.Function):
             x[0] = first
         for block in body.grid.blocks(body.masks):
             before, after = (block.segment, block.segment + 1) if kept else (0, 0)
-            given = Given(block, [x[before][block.rows] for x in states], inputs)
-            for x, y in zip(states, body.forward(given, outputs), strict=True):
+            args = BlockArgs(block, [x[before][block.rows] for x in states], inputs)
+            for x, y in zip(states, body.forward(args, outputs), strict=True):
                 x[after][block.rows] = y
         ctx.save_for_backward(*states, *inputs)
         ctx.body, ctx.num_states = body, num_states
@@ -333,8 +333,8 @@ class _Scan(torch.autograd.Function):
         grads = [make(x) if want else None for make, x, want in zip(new, inputs, wanted, strict=True)]
         grad_state = [torch.zeros_like(x[0]) for x in states]
         for block in body.grid.blocks(body.masks, reverse=True):
-            given = Given(block, [x[block.segment][block.rows] for x in states], inputs)
-            found = body.backward(given, [x[block.rows] for x in grad_state], grad_outputs, grads)
+            args = BlockArgs(block, [x[block.segment][block.rows] for x in states], inputs)
+            found = body.backward(args, [x[block.rows] for x in grad_state], grad_outputs, grads)
             for x, g in zip(grad_state, found, strict=True):
                 x[block.rows] = g
         return None, None, None, *grad_state, *grads
