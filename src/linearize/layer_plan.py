@@ -107,9 +107,9 @@ def _check_encoder(recipe: Recipe) -> None:
     Raises:
         UserError: it has one.
     """
-    if recipe.mixer.needs_order is not None:
+    if recipe.mixer.encoder_error is not None:
         raise UserError(
-            f"mixer.{recipe.mixer.needs_order}; use the recipe hedgehog-bert or hedgehog-vit, or set it with --set"
+            f"mixer.{recipe.mixer.encoder_error}; use the recipe hedgehog-bert or hedgehog-vit, or set it with --set"
         )
     if recipe.transfer is not None and recipe.transfer.layers_per_block is not None:
         raise UserError(

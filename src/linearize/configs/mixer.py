@@ -112,11 +112,11 @@ class MixerConfig(Config):
         )
 
     @property
-    def in_closed_form(self) -> bool:
+    def uses_kernel(self) -> bool:
         """Return whether a causal mixer reads single keys by the map's kernel; not if their features are modified."""
-        as_they_are = self.decay is None and not isinstance(self.update, DeltaUpdate) and self.scale == "none"
-        as_they_are = as_they_are and self.cache is None  # a cache leaves slots of the state empty
-        return self.feature_map is not None and self.feature_map.closed_form and as_they_are
+        unmodified = self.decay is None and not isinstance(self.update, DeltaUpdate) and self.scale == "none"
+        has_kernel = self.feature_map is not None and self.feature_map.closed_form
+        return has_kernel and unmodified and self.cache is None  # a cache leaves slots of the state empty
 
     @property
     def absolute(self) -> bool:
@@ -157,10 +157,10 @@ class MixerConfig(Config):
         return key_heads if self.decay is None else self.decay.heads(shape, key_heads)
 
     @property
-    def needs_order(self) -> str | None:
+    def encoder_error(self) -> str | None:
         """Return an error message about a part that an encoder's mixer cannot have; None if all parts are allowed."""
         without_window = isinstance(self.combine, Add | SharedDenominator)  # where both are the linear part alone
-        for field, expected, allowed, found in (
+        for field, expected, allowed, value in (
             ("span", "`none`", isinstance(self.span, NoSpan), self.span),
             ("decay", "null", self.decay is None, self.decay),
             ("update", "`additive`", isinstance(self.update, AdditiveUpdate), self.update),
@@ -170,7 +170,7 @@ class MixerConfig(Config):
             if not allowed:
                 return (
                     f"{field}: expected {expected}, because an encoder's linear attention sums over all tokens alike, "
-                    f"before and after; found `{getattr(found, 'type', found)}`"
+                    f"before and after; found `{getattr(value, 'type', value)}`"
                 )
         return None
 

@@ -35,8 +35,8 @@ class BidirectionalMixer(Mixer):
     causal = False
 
     def __init__(self, config: MixerConfig, shape: LayerShape) -> None:
-        if config.needs_order is not None:
-            raise ValueError(config.needs_order)
+        if config.encoder_error is not None:
+            raise ValueError(config.encoder_error)
         super().__init__(config, shape)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = AddCombine(Add(), shape)

@@ -94,7 +94,7 @@ class LinearMixer(Mixer):
                 self.gate = DECAYS[type(config.decay)](config.decay, shape, self.state_heads, features)
             if isinstance(config.update, DeltaUpdate):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
-            if config.in_closed_form:
+            if config.uses_kernel:
                 self.kernel = self.feature_map.kernel
         self.scorer = None if config.cache is None else EvictionScorer(config.cache, shape)
         self.keeps_maximum, self.maps_unrotated = config.keeps_maximum, config.maps_unrotated
