@@ -37,7 +37,7 @@ from linearize.training.memory import head_bytes, head_mixer, require_room
 
 
 @dataclass(frozen=True)
-class Seen:
+class Measurements:
     """Measurements of one model: losses on held-out rows and on copies, and answers about needles."""
 
     losses: TokenLosses
@@ -46,18 +46,18 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Ruler:
+class HeldOutData:
     """The data on which all models are measured."""
 
     rows: PackedRows
     copies: CopyRows
     needles: RetrievalTest
 
-    def see(self, model: PreTrainedModel, label: str) -> Seen:
+    def measure(self, model: PreTrainedModel, label: str) -> Measurements:
         """Measure a model on all of these data."""
         losses = token_losses(model, self.rows, batch_size=BATCH_SIZE, title=label)
         copies = copy_losses(model, self.copies, batch_size=BATCH_SIZE)
-        return Seen(losses, copies, answer(model, self.needles, batch_size=BATCH_SIZE, title=label))
+        return Measurements(losses, copies, answer(model, self.needles, batch_size=BATCH_SIZE, title=label))
 
 
 def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _measured(
     processor = load_processor(recipe.data.task, run.model)
     dataset = load_dataset(recipe.data, processor, config, reach_by(run.load_teacher), seed=recipe.seed)
     longest = min(shape.max_positions, recipe.data.sequence_length)
-    ruler = _ruler(dataset, processor, recipe.evaluation, reference, longest)
+    held_out = _held_out_data(dataset, processor, recipe.evaluation, reference, longest)
     teacher = run.load_teacher()
     claim(run, dataset)
 
@@ -112,15 +112,15 @@ def _measured(
     assert isinstance(of_heads.allocation, Allocation) and isinstance(of_layers.allocation, LayerAllocation)
     needs = of_heads.allocation.needs
     layers = sorted(needs)
-    untrained = {"teacher": ruler.see(teacher, "teacher")}
+    untrained = {"teacher": held_out.measure(teacher, "teacher")}
     plan = _in_every_head(head_mixer(reference, 0, memory.sinks), layers, shape)
-    untrained["window"] = ruler.see(convert_layers(teacher, plan), f"window of {reference}")
+    untrained["window"] = held_out.measure(convert_layers(teacher, plan), f"window of {reference}")
     fine_tuned: dict[str, TokenLosses] = {}
     if recipe.finetune is not None:
         tuned = _trained(run, "teacher", None, teacher, dataset)
-        fine_tuned["teacher_finetuned"] = ruler.see(tuned, "teacher, trained").losses
+        fine_tuned["teacher_finetuned"] = held_out.measure(tuned, "teacher, trained").losses
         trained = _trained(run, f"window-{reference}", MeasuredPlan(plan), teacher, dataset)
-        fine_tuned["window_finetuned"] = ruler.see(trained, f"window of {reference}, trained").losses
+        fine_tuned["window_finetuned"] = held_out.measure(trained, f"window of {reference}, trained").losses
 
     def point(fraction: float, name: str, made: MeasuredPlan, held: int, trained: bool) -> dict[str, Any]:
         label = f"{fraction:g}-{name.replace(' ', '-')}"
@@ -128,17 +128,17 @@ def _measured(
         if path.is_file():
             return read_json(path)
         model = _trained(run, label, made, teacher, dataset) if trained else made.convert(teacher, 0)
-        seen = ruler.see(model, f"{fraction:.0%}: {name}")
-        far = {"teacher": untrained["teacher"].losses, "window": untrained["window"].losses, "student": seen.losses}
-        answers = {name: x.answers for name, x in untrained.items()} | {"student": seen.answers}
+        student = held_out.measure(model, f"{fraction:.0%}: {name}")
+        far = {"teacher": untrained["teacher"].losses, "window": untrained["window"].losses, "student": student.losses}
+        answers = {name: x.answers for name, x in untrained.items()} | {"student": student.answers}
         found = {
-            "minus_teacher": paired_difference(seen.losses, untrained["teacher"].losses),
+            "minus_teacher": paired_difference(student.losses, untrained["teacher"].losses),
             "far": kept_far_context(far, 2 * reference),
-            "far_finetuned": kept_far_context(fine_tuned | {"student": seen.losses}, 2 * reference)
+            "far_finetuned": kept_far_context(fine_tuned | {"student": student.losses}, 2 * reference)
             if trained
             else None,
-            "copying": kept_copying(untrained["teacher"].copies, seen.copies),
-            "needle": retrieval_result(ruler.needles, answers),
+            "copying": kept_copying(untrained["teacher"].copies, student.copies),
+            "needle": retrieval_result(held_out.needles, answers),
         }
         about = {"fraction": fraction, "name": name, "bytes": held, "trained": trained}
         with writing(path, 0):
@@ -161,7 +161,7 @@ def _measured(
         by_layer = allocate_layers(per_layer.model_copy(update=size), of_layers.allocation.losses, shape, run.dtype)
         chosen[fraction] |= {"full_layers": by_layer.full, "layer_window": by_layer.window}
         plans[LAYERS] = MeasuredPlan(by_layer.plan(shape.num_layers), by_layer, sinks=of_layers.sinks), by_layer.held
-        points += [point(fraction, name, *its, trained=False) for name, its in plans.items()]
+        points += [point(fraction, name, *planned, trained=False) for name, planned in plans.items()]
         if recipe.finetune is not None:
             points += [point(fraction, name, *plans[name], trained=True) for name in (WINDOW, ALLOCATED, LAYERS)]
     return {
@@ -175,17 +175,20 @@ def _measured(
     }
 
 
-def _ruler(dataset: Dataset, tokenizer: Any, config: EvaluationConfig, reference: int, length: int) -> Ruler:
+def _held_out_data(
+    dataset: Dataset, tokenizer: Any, config: EvaluationConfig, reference: int, length: int
+) -> HeldOutData:
     rows = dataset.test
     assert isinstance(rows, PackedRows)
-    given = {"window_size": reference, "max_positions": length}
-    copies = copy_rows(
-        ordinary_tokens(len(tokenizer), tokenizer.all_special_ids), **given, rows=config.copy_rows, seed=0
-    )
+    vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
+    copies = copy_rows(vocabulary, window_size=reference, max_positions=length, rows=config.copy_rows, seed=0)
     if copies is None:
         raise UserError(f"--window: expected less than a third of the {length} tokens of a row, found {reference}")
-    tests = retrieval_tests(tokenizer, **given, haystack=rows.input_ids, trials=config.recall_trials)
-    return Ruler(rows, copies, next(test for test in tests if test.task.name == "needle"))
+    trials = config.recall_trials
+    tests = retrieval_tests(
+        tokenizer, window_size=reference, max_positions=length, haystack=rows.input_ids, trials=trials
+    )
+    return HeldOutData(rows, copies, next(test for test in tests if test.task.name == "needle"))
 
 
 def uniform(pairs: int, sinks: int) -> dict[str, MixerConfig]:
