@@ -54,6 +54,11 @@ REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 )
 
 
+def _check_heads_divide(vllm_config: Any) -> None:
+    """Raise ValueError if the heads cannot be divided over the processes: then pages have no size."""
+    page_bytes(vllm_config)
+
+
 class ServingConfig(VerifyAndUpdateConfig):
     """Checks that vLLM calls with its settings before it makes the model."""
 
@@ -89,5 +94,5 @@ class ServingConfig(VerifyAndUpdateConfig):
         for asked, reason in REFUSED:
             if asked(vllm_config):
                 raise ValueError(reason)
-        page_bytes(vllm_config)  # raises if the heads cannot be divided over the processes
+        _check_heads_divide(vllm_config)
         MambaModelConfig.verify_and_update_config(vllm_config)
