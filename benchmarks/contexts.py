@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
 from linearize.data.rows import inference
-from linearize.distributed import put_together, shard_batches
+from linearize.distributed import all_reduce_sum, shard_batches
 from linearize.evaluation.continuation import CONTINUATION, Readings, draw_needle, hide_needle, score
 from linearize.evaluation.retrieval import opening_tokens
 from linearize.evaluation.speed import require_positions
@@ -121,7 +121,7 @@ def measure(model: nn.Module, rows: Sequence[ContextRow], *, title: str = "conti
             row_loss, row_found = _read(model, rows[number], device)
             if counts:
                 loss[number], found[number] = row_loss, row_found
-    loss, found = put_together(loss), put_together(found)
+    loss, found = all_reduce_sum(loss), all_reduce_sum(found)
     if bad := int((~loss.isfinite()).sum()):
         raise FloatingPointError(f"{title}: the loss of {bad} of {len(rows)} rows is not a finite number")
     return Readings(loss, found > 0)

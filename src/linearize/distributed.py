@@ -105,7 +105,7 @@ def shard_batches(batches: Sequence[object]) -> list[tuple[int, int]]:
     return [(index, 1) if index < len(batches) else (0, 0) for index in mine]
 
 
-def summed(losses: dict[str, float]) -> dict[str, float]:
+def all_reduce_losses(losses: dict[str, float]) -> dict[str, float]:
     """Return the sums over all processes, which must have the same names in the same order."""
     if world().size == 1:
         return losses
@@ -114,7 +114,7 @@ def summed(losses: dict[str, float]) -> dict[str, float]:
     return dict(zip(losses, values.tolist(), strict=True))
 
 
-def put_together(part: Tensor) -> Tensor:
+def all_reduce_sum(part: Tensor) -> Tensor:
     """Return the sum over processes of a CPU tensor in which each has filled a part and left zeros elsewhere."""
     if world().size > 1:
         dist.all_reduce(part)

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError, progress
 from linearize.data.rows import IGNORED, PackedRows, inference, on_device
 from linearize.data.splits import ENOUGH, spread
-from linearize.distributed import put_together, shard_batches
+from linearize.distributed import all_reduce_sum, shard_batches
 from linearize.evaluation.intervals import Interval, Totals, intervals, require_shape
 from linearize.evaluation.perplexity import TokenLosses, require_same_tokens
 
@@ -89,7 +89,7 @@ def logit_agreement(
             if counts:
                 compared[:, index] = _compare(*logits, mask[index])
     about = mask, rows.position_ids.cpu(), rows.documents.cpu()
-    measured = [TokenLosses(x, *about) for x in put_together(compared)]
+    measured = [TokenLosses(x, *about) for x in all_reduce_sum(compared)]
     if bad := int((~torch.stack([x.loss for x in measured]).isfinite().all(dim=0)).sum()):
         raise FloatingPointError(f"agreement: the divergence of {bad} of {int(mask.sum())} tokens is not finite")
     top1, kl, reverse_kl = intervals([x.totals() for x in measured], samples=samples, seed=seed)
@@ -322,7 +322,7 @@ def _continue(
             made = made[:, prompts.shape[1] :].cpu()
             if counts:
                 tokens[splits[number]] = F.pad(made, (0, new_tokens - made.shape[1]), value=_ENDED)
-    tokens = put_together(tokens)
+    tokens = all_reduce_sum(tokens)
     is_end = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype)).long()
     return tokens.masked_fill(is_end.cumsum(dim=1) - is_end > 0, _ENDED)
 

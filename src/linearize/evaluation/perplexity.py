@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from linearize.base import progress
 from linearize.data.rows import IGNORED, PackedRows, inference, on_device
 from linearize.data.splits import ENOUGH
-from linearize.distributed import put_together, shard_batches
+from linearize.distributed import all_reduce_sum, shard_batches
 from linearize.evaluation.intervals import Interval, Totals, intervals, paired_interval
 
 _CHUNK_ELEMENTS = 2**24  # largest fp32 copy of logits at a time: 64 MiB
@@ -106,7 +106,7 @@ def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: 
             logits = model(**on_device(rows.rows(index).inputs(), device)).logits
             if counts:
                 loss[index] = _cross_entropy(logits, rows.labels[index].to(device)).cpu()
-    loss = put_together(loss)
+    loss = all_reduce_sum(loss)
     mask = (rows.labels != IGNORED).cpu()
     mask[:, 0] = False  # no token precedes the first
     if bad := int((~loss.isfinite()).sum()):

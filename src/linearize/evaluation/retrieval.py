@@ -34,7 +34,7 @@ from linearize.base import progress
 from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import inference
 from linearize.data.splits import ENOUGH
-from linearize.distributed import put_together, shard_batches
+from linearize.distributed import all_reduce_sum, shard_batches
 from linearize.evaluation.intervals import Interval, Totals, require_shape, resample
 
 # If the teacher exceeds the floor by less than this, the student's share of the difference has no meaning.
@@ -308,7 +308,7 @@ def answer(model: nn.Module, test: RetrievalTest, *, batch_size: int, title: str
             right = _share_right(model, trials.input_ids[some].to(device), trials.question[some])
             if counts:
                 shares[cell][some] = right
-    return {cell: put_together(share) for cell, share in shares.items()}
+    return {cell: all_reduce_sum(share) for cell, share in shares.items()}
 
 
 def _share_right(model: nn.Module, input_ids: Int[Tensor, "B L"], question: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:

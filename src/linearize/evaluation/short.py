@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError, progress
 from linearize.data.rows import PackedRows, inference
 from linearize.data.splits import ENOUGH
-from linearize.distributed import is_sharded, put_together, shard_batches
+from linearize.distributed import all_reduce_sum, is_sharded, shard_batches
 from linearize.evaluation.continuation import (
     CONTINUATION,
     Needle,
@@ -141,7 +141,7 @@ def measure_short(
         cache_sizes[turn] = read.cache_bytes
         if counts:
             loss[turn, row], answered[turn, row] = read.loss, read.answered
-    loss, answered = put_together(loss), put_together(answered)
+    loss, answered = all_reduce_sum(loss), all_reduce_sum(answered)
     if bad := int((~loss.isfinite()).sum()):
         raise FloatingPointError(f"short evaluation: {bad} of {loss.numel()} losses are not finite numbers")
     scores = [Readings(*pair) for pair in zip(loss, answered > 0, strict=True)]

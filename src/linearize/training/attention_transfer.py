@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.configs.training import TransferConfig
 from linearize.data.rows import Rows, on_device
-from linearize.distributed import shard_batches, summed
+from linearize.distributed import all_reduce_losses, shard_batches
 from linearize.hf.attention import (
     linearized_layers,
     observed,
@@ -143,7 +143,7 @@ class TransferObjective:
             hidden = nullcontext() if step is None else dropped_windows(self._student, self._config, step, index)
             with torch.no_grad(), hidden, observed(self._student, observe):
                 run_layers(self._student, on_device(batches[index].inputs(), self._student.device))
-        return summed({name: float(value) for name, value in sums.items()})
+        return all_reduce_losses({name: float(value) for name, value in sums.items()})
 
 
 def check_transfer(config: TransferConfig, mixers: Mapping[str, nn.Module]) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.configs.training import FinetuneConfig, LoRAConfig
 from linearize.data.rows import Rows, on_device
-from linearize.distributed import is_sharded, shard_batches, summed
+from linearize.distributed import all_reduce_losses, is_sharded, shard_batches
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
 from linearize.hf.layouts import documents_apart
@@ -359,7 +359,7 @@ class OutputObjective:
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
         """Add gradients of the mean loss over the rows' labels; return the loss."""
         self._model.train()
-        return summed({"model": self._loss(micro_batches, step)})
+        return all_reduce_losses({"model": self._loss(micro_batches, step)})
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
         """Return the held-out loss in fp32, of the weights as they would be at the end, before rounding."""
@@ -369,7 +369,7 @@ class OutputObjective:
         with self._at_end(), ExitStack() as stack:
             for model in (self._model, *([] if self._teacher is None else [self._teacher])):
                 stack.enter_context(computed_in_fp32(model))
-            return summed({"model": self._loss(batches, None)})
+            return all_reduce_losses({"model": self._loss(batches, None)})
 
     def _loss(self, batches: list[Rows], step: Step | None) -> float:
         """Return the loss; with a step, also add its gradients."""
