@@ -91,13 +91,9 @@ class EvictionScorer(nn.Module):
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         x = x if x.dtype == dtype else x.to(dtype)
         weight = self.weight if self.weight.dtype == dtype else self.weight.to(dtype)
-        if torch.compiler.is_compiling():
-            rows = weight[:, None, :, first : first + x.shape[-1]]
-        else:  # the same in one call
-            size, stride = (len(weight), 1, weight.shape[1], x.shape[-1]), (weight.stride(0), 1, weight.stride(1), 1)
-            rows = weight.as_strided(size, stride, weight.storage_offset() + first)
+        rows = weight[:, None, :, first : first + x.shape[-1]]
         # Each row is summed separately, so that equal keys have equal scores in calls of any length.
-        return (x.view(*x.shape[:3], 1, x.shape[3]) * rows).sum(-1)
+        return (x.unsqueeze(3) * rows).sum(-1)
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:
