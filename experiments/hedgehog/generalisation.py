@@ -30,8 +30,7 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.configs.data import DataConfig
-from linearize.configs.tasks import TextEmbedding
-from linearize.data.examples import Example, make_texts
+from linearize.data.examples import Example, unlabelled_texts
 from linearize.data.labels import text_cell
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.rows import Rows
@@ -164,7 +163,7 @@ def joined(texts: Sequence[str], tokenizer: Any, length: int) -> Rows | None:
 
 
 def _rows(ids: Sequence[list[int]], tokenizer: Any) -> Rows:
-    return make_texts(TextEmbedding())([Example(row, None, None) for row in ids], tokenizer.pad_token_id or 0, None)
+    return unlabelled_texts([Example(row, None, None) for row in ids], tokenizer.pad_token_id or 0, None)
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from linearize.configs.data import DataConfig
-from linearize.configs.tasks import TextEmbedding
-from linearize.data.examples import Example, make_texts
+from linearize.data.examples import Example, unlabelled_texts
 from linearize.data.labels import as_number, cell, text_cell
 from linearize.data.load import load_processor
 from linearize.data.sources import read_rows
@@ -77,7 +76,7 @@ def similarities(model: Any, tokenizer: Any, pairs: Sequence[tuple[list[str], fl
     """[N]: the cosine of the two embeddings of each pair."""
     both = [text for pair, _ in pairs for text in pair]
     encoded = tokenizer(both, truncation=True, max_length=length)["input_ids"]
-    rows = make_texts(TextEmbedding())([Example(ids, None, None) for ids in encoded], tokenizer.pad_token_id, None)
+    rows = unlabelled_texts([Example(ids, None, None) for ids in encoded], tokenizer.pad_token_id, None)
     first, second = embeddings(model, rows, title="pairs").unflatten(0, (-1, 2)).unbind(1)
     return (first * second).sum(1)
 

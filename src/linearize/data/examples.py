@@ -178,7 +178,7 @@ def build_examples(
             "tokenizer: expected a padding token, which a batch of texts needs, found none; set the tokenizer's "
             "pad_token and the config's pad_token_id, and save both"
         )
-    make = make_texts(config.task)
+    make = _MAKE[type(config.task)]
     parts = split_examples(config, lambda source: _read(source, tokenizer, classes), _key, seed)
     return examples_dataset(*(make(examples, pad, use_cache) for examples in parts))
 
@@ -210,18 +210,14 @@ def examples_dataset(train: Rows, validation: Rows, test: Rows) -> Dataset:
     return Dataset(train, validation, test, (len(train), len(validation), len(test)))
 
 
-def make_texts(task: Any) -> Callable[[Sequence[Example], int, bool | None], Texts]:
-    """Return the function that turns a task's examples into rows."""
-    return _MAKE[type(task)]
-
-
 def classified_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> ClassifiedTexts:
     """Return rows of examples with one label each."""
     labels = torch.tensor([example.label for example in examples])  # int64, or float32 for numbers
     return ClassifiedTexts(*_padded(examples, pad), use_cache, labels)
 
 
-def _unlabelled_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> UnlabelledTexts:
+def unlabelled_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> UnlabelledTexts:
+    """Return rows of examples without labels."""
     return UnlabelledTexts(*_padded(examples, pad), use_cache)
 
 
@@ -234,7 +230,7 @@ _MAKE: dict[type, Callable[[Sequence[Example], int, bool | None], Texts]] = {
     TextClassification: classified_texts,
     TokenClassification: _classified_tokens,
     MaskedLanguageModelling: _classified_tokens,
-    TextEmbedding: _unlabelled_texts,
+    TextEmbedding: unlabelled_texts,
 }
 
 

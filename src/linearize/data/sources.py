@@ -203,16 +203,12 @@ def _compressed_rows(kind: str) -> Callable[[Path], Iterator[Any]]:
             except OSError as error:
                 if error.errno is not None:  # of the operating system, not of the contents
                     raise
-                raise _damaged(path, kind, error) from None
+                raise UserError(
+                    f"{path}: expected a whole {kind} file, found a damaged one ({_one_line(error)}); copy it again, "
+                    "or unpack it with its own program"
+                ) from None
 
     return read
-
-
-def _damaged(path: Path, kind: str, error: Exception) -> UserError:
-    return UserError(
-        f"{path}: expected a whole {kind} file, found a damaged one ({_one_line(error)}); copy it again, or unpack it "
-        "with its own program"
-    )
 
 
 def _rows_of_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:

@@ -99,14 +99,11 @@ def expressions(task: ListOps, seed: str) -> Iterator[Example]:
         made = expression(random, task)
         if made is None or len(made[0]) < task.min_length:
             continue
-        example = _listops_example(*made)
+        tokens, value = made
+        example = Example([CLS, *(TOKENS[token] for token in tokens)], None, value)
         if example.key not in seen:
             seen.add(example.key)
             yield example
-
-
-def _listops_example(tokens: list[str], value: int) -> Example:
-    return Example([CLS, *(TOKENS[token] for token in tokens)], None, value)
 
 
 def _listops(task: ListOps, use_cache: bool | None) -> Dataset:

@@ -36,7 +36,8 @@ def summarising(
             "data.task `summarisation`: expected the package rouge-score, found none; pip install 'linearize[eval]'"
         ) from None
     scorer = RougeScorer(list(task.scores), use_stemmer=True)
-    asked = [document for document in held_out if _is_dialogue(document)][: max(ENOUGH, task.summaries)]
+    dialogues = [document for document in held_out if 0 < _prompt_length(document) < len(document)]
+    asked = dialogues[: max(ENOUGH, task.summaries)]
     if len(asked) < ENOUGH:
         raise UserError(
             f"data.task `summarisation`: expected at least {ENOUGH} held-out dialogues with summaries, found "
@@ -71,10 +72,6 @@ def summaries(
 def _prompt_length(document: TokenDocument) -> int:
     """Return the number of tokens before the first label."""
     return int((document.labels == IGNORED).long().cumprod(0).sum())
-
-
-def _is_dialogue(document: TokenDocument) -> bool:
-    return 0 < _prompt_length(document) < len(document)
 
 
 def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -80,7 +79,8 @@ def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:
             )
     rotated = int(found["rotated"]) if angles_change(model.config) else None
     cache = DynamicCache(config=model.config)
-    for index, module in enumerate(_attention(model)):
+    architecture = ARCHITECTURES[model.config.model_type.removeprefix("linearized_")]
+    for index, module in enumerate(attention_modules(model, architecture)):
         prefix, device = f"layers.{index}.", next(module.parameters()).device
         mine = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
         layer = layer_of(cache, module) if isinstance(module, LinearizedAttention) else cache.layers[index]
@@ -104,10 +104,6 @@ def fork_state(state: Cache, rows: Sequence[int] | None = None) -> Cache:
             raise UserError(f"rows: expected some of 0 to {batch - 1}, the rows of the state; found {list(rows)}")
         fork.batch_select_indices(torch.tensor(rows))
     return fork
-
-
-def _attention(model: PreTrainedModel) -> list[Any]:
-    return attention_modules(model, ARCHITECTURES[model.config.model_type.removeprefix("linearized_")])
 
 
 def _identity(model: PreTrainedModel) -> dict[str, str]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import exp
 
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
 from linearize.evaluation.results import Reading
 from linearize.evaluation.timings import Speed, Spread
@@ -36,7 +35,8 @@ def losses(runs: Sequence[RunFiles]) -> Table:
         for name in LABELS:
             if line := run.measured(name):
                 loss = line.quality.loss
-                cells = [label(name), with_interval(loss), with_interval(line.quality.beyond), _perplexity(loss)]
+                perplexity = f"{exp(min(loss.mean, 700)):,.2f}"
+                cells = [label(name), with_interval(loss), with_interval(line.quality.beyond), perplexity]
                 rows.append([*cells, count(line.training_tokens), line.note])
         quality = run.results.measured[0].quality
         size = f"{count(quality.tokens)} tokens, {count(quality.tokens_beyond)} of them beyond the window"
@@ -56,10 +56,6 @@ def window(runs: Sequence[RunFiles]) -> str:
     """Return text on the window of all runs; empty if they have different ones."""
     windows = {run.window for run in runs}
     return f" of {count(windows.pop())}" if len(windows) == 1 else ""
-
-
-def _perplexity(loss: Interval) -> str:
-    return f"{exp(min(loss.mean, 700)):,.2f}"
 
 
 def copying(runs: Sequence[RunFiles]) -> Table:

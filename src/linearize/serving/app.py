@@ -202,7 +202,8 @@ def build_app(
         try:
             tokens = await tokens_of(job, tokenize, found)
             asked["max_tokens"] = _new_tokens(found, tokens, asked.get("max_tokens"))
-            response = await handler(Prepared(found, tokens), generation).handle_request(asked, _request_id(request))
+            request_id = request.headers.get("x-request-id") or secrets.token_hex(12)
+            response = await handler(Prepared(found, tokens), generation).handle_request(asked, request_id)
         except BaseException:
             end()
             raise
@@ -302,10 +303,6 @@ async def _cancel_when_left(request: Request, job: Job) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.cancel(499, "the client has left")
-
-
-def _request_id(request: Request) -> str:
-    return request.headers.get("x-request-id") or secrets.token_hex(12)
 
 
 def _chat_tokens(found: Served, turns: list[dict[str, Any]]) -> list[int]:

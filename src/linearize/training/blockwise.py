@@ -262,7 +262,8 @@ def merged_metrics(logs: Sequence[list[dict[str, Any]]]) -> Iterator[dict[str, A
     A stage that stopped early stays in the evaluations with its last losses, like a unit that has stopped. Seconds are
     summed.
     """
-    ordered = [{_moment(line): line for line in log} for log in logs]
+    # By step and kind: a step comes before the evaluation that follows it.
+    ordered = [{(line["step"], line["event"] == "evaluation"): line for line in log} for log in logs]
     latest: list[dict[str, Any]] = [{} for _ in logs]
     evaluated: list[dict[str, Any]] = [{} for _ in logs]
     for moment in sorted({moment for log in ordered for moment in log}):
@@ -283,11 +284,6 @@ def merged_metrics(logs: Sequence[list[dict[str, Any]]]) -> Iterator[dict[str, A
         if is_step:
             merged["tokens_per_second"] = 1 / sum(1 / line["tokens_per_second"] for line in there.values())
         yield merged
-
-
-def _moment(line: dict[str, Any]) -> tuple[int, bool]:
-    """Return a sort key of a line: a step comes before the evaluation that follows it."""
-    return line["step"], line["event"] == "evaluation"
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:

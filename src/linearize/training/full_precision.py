@@ -67,7 +67,7 @@ class _Part:
                         copies[id(tensor)] = nn.Parameter(raised, requires_grad=False) if parameter else raised
                     self._replaced.append((tensors, name, tensor))
                     tensors[name] = copies[id(tensor)]
-        return tree_map_only(Tensor, _raised, (args, kwargs))
+        return tree_map_only(Tensor, lambda x: x.float() if x.dtype in HALF else x, (args, kwargs))
 
     def leave(self, *_: Any) -> None:
         """Put the weights back; nothing happens if they are in place."""
@@ -97,7 +97,3 @@ def _tensors_of(module: nn.Module) -> Iterator[dict[str, Any]]:
 def _is_half(tensor: Tensor | None) -> bool:
     """Return whether a tensor is in half precision and not quantized; quantized tensors have other classes."""
     return type(tensor) in _PLAIN and tensor is not None and tensor.dtype in HALF
-
-
-def _raised(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linearize.evaluation.results import LayerFidelity
 from linearize.report.findings import outliers
 from linearize.report.heatmaps import Scale
 from linearize.report.html import Block, Figure, Section, Text
@@ -30,14 +29,11 @@ def fidelity(runs: Sequence[RunFiles]) -> Section:
     return Section("fidelity", "Fidelity of each head", blocks, summary=summary)
 
 
-def _layers(run: RunFiles) -> list[LayerFidelity]:
-    return [] if run.results.fidelity is None else run.results.fidelity.layers
-
-
 def _errors(runs: Sequence[RunFiles]) -> Figure:
     panels, said = [], []
     for run in runs:
-        panels.append(by_head(run.group or "", [(layer.layer, layer.output_relative) for layer in _layers(run)]))
+        layers = [] if run.results.fidelity is None else run.results.fidelity.layers
+        panels.append(by_head(run.group or "", [(layer.layer, layer.output_relative) for layer in layers]))
         best, worst = ends(panels[-1])
         said.append(f"{run.name}: worst {worst[1]}, {number(worst[0])}; best {best[1]}, {number(best[0])}")
     scale = Scale.fitting(TITLE, [x for panel in panels for row in panel.values for x in row])
