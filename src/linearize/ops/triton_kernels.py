@@ -20,7 +20,6 @@ SIZES = ["x_row", "q_row", "k_row", "v_row", "lo_row", "queries_row", "keys_row"
 SIZES += ["length", "slots", "before", "chunks", "states", "blocks", "pool", "lag", "late", "sinks", "size", "ends_row"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number
 
 
 @triton.jit
