@@ -208,17 +208,19 @@ def bootstrapped(
         ValueError: the models' numbers of examples or metrics differ.
         UserError: too few examples (`intervals.resamples`).
     """
-    if len({(len(given), given.metrics) for given in answered.values()}) != 1:
-        found = ", ".join(f"{name}: {len(given)} ({', '.join(given.metrics)})" for name, given in answered.items())
+    if len({(len(answers), answers.metrics) for answers in answered.values()}) != 1:
+        found = ", ".join(
+            f"{name}: {len(answers)} ({', '.join(answers.metrics)})" for name, answers in answered.items()
+        )
         raise ValueError(f"expected answers of all models to the same examples, found {found or 'none'}")
     size = len(next(iter(answered.values())))
     draws: dict[str, list[dict[str, float]]] = {name: [] for name in answered}
     for index in resamples(size, samples=samples, seed=seed):
-        for name, given in answered.items():
-            draws[name].append(given.scores(index))
+        for name, answers in answered.items():
+            draws[name].append(answers.scores(index))
     return {
-        name: {metric: torch.tensor([d[metric] for d in found], dtype=torch.float64) for metric in given.metrics}
-        for (name, given), found in zip(answered.items(), draws.values(), strict=True)
+        name: {metric: torch.tensor([d[metric] for d in found], dtype=torch.float64) for metric in answers.metrics}
+        for (name, answers), found in zip(answered.items(), draws.values(), strict=True)
     }
 
 

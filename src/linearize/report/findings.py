@@ -194,11 +194,11 @@ def short_findings(run: RunFiles) -> list[Finding]:
 
 def short_quality(run: RunFiles, way: str) -> Finding | None:
     """Return the sentence on loss and needles of the student with this prefill, compared with the teacher's."""
-    student, teacher, about = run.reading("student", way), run.reading("teacher"), run.results.short
-    if student is None or about is None:
+    student, teacher, evaluation = run.reading("student", way), run.reading("teacher"), run.results.short
+    if student is None or evaluation is None:
         return None
-    where = f"after contexts of {count(about.context)} tokens"
-    needles, theirs = _needles(student, about), _needles(teacher or student, about)
+    where = f"after contexts of {count(evaluation.context)} tokens"
+    needles, theirs = _needles(student, evaluation), _needles(teacher or student, evaluation)
     found = student.difference
     if found is None or teacher is None:
         loss = f"the student's loss {where} is {with_interval(student.loss)} nats per token"
@@ -210,35 +210,35 @@ def short_quality(run: RunFiles, way: str) -> Finding | None:
     return Finding(kind, words, (f"With prefill={way} its loss {where} is ", size, f"{needles}."))
 
 
-def _needles(line: Reading, about: ShortEvaluation) -> str:
+def _needles(line: Reading, evaluation: ShortEvaluation) -> str:
     if line.needles is None:
         return ""
-    return f", {round(line.needles.mean * about.needles)} of {count(about.needles)} needles found"
+    return f", {round(line.needles.mean * evaluation.needles)} of {count(evaluation.needles)} needles found"
 
 
 def short_memory(run: RunFiles) -> Finding | None:
     """Return the sentence on the bytes of the student's state and the teacher's cache."""
-    student, teacher, about = run.reading("student", STREAMING), run.reading("teacher"), run.results.short
-    if student is None or teacher is None or about is None:
+    student, teacher, evaluation = run.reading("student", STREAMING), run.reading("teacher"), run.results.short
+    if student is None or teacher is None or evaluation is None:
         return None
     ours, theirs = student.cache_bytes, teacher.cache_bytes
     size = f"{memory_size(ours)}, {share(ours / theirs)} of the teacher's {memory_size(theirs)}"
-    where = f"after {count(about.context)} tokens"
+    where = f"after {count(evaluation.context)} tokens"
     kind: Kind = "win" if ours < theirs else "loss"
     return Finding(kind, f"The student's memory {where} is {size}.", (f"Its memory {where} is ", size, "."))
 
 
 def short_speed(run: RunFiles) -> Finding | None:
     """Return the sentence on the times of a context and of a token, of teacher and student."""
-    about, seconds = run.results.short, {}
+    evaluation, seconds = run.results.short, {}
     for name, key in _READERS.items():
         line = run.reading(*key)
         if line is not None and line.prefill_seconds is not None and line.decode_seconds is not None:
             spreads = (line.prefill_seconds, line.decode_seconds)
             seconds[name] = f"{name} {' and '.join(milliseconds(spread.median) for spread in spreads)}"
-    if about is None or _STREAMING_STUDENT not in seconds:
+    if evaluation is None or _STREAMING_STUDENT not in seconds:
         return None
-    words = f"Milliseconds for {count(about.context)} tokens of context, and for each new token"
+    words = f"Milliseconds for {count(evaluation.context)} tokens of context, and for each new token"
     return Finding("fact", f"{words}: {'; '.join(seconds.values())}.")
 
 
@@ -417,10 +417,10 @@ def speeds(run: RunFiles, model: str | None = None) -> list[Speed]:
 
 def memory(entries: Sequence[Speed]) -> Finding | None:
     """Return the sentence on the student's memory, and on the length from which the teacher's is larger."""
-    held: dict[str, dict[int, int]] = {"student": {}, "teacher": {}}
+    sizes: dict[str, dict[int, int]] = {"student": {}, "teacher": {}}
     for entry in entries:
-        held.setdefault(entry.model, {})[entry.prompt_length + entry.new_tokens] = entry.cache_bytes
-    student, teacher = held["student"], held["teacher"]
+        sizes.setdefault(entry.model, {})[entry.prompt_length + entry.new_tokens] = entry.cache_bytes
+    student, teacher = sizes["student"], sizes["teacher"]
     if len(student) < 2 or student.keys() != teacher.keys():
         return None
     short, long = min(student), max(student)
@@ -443,15 +443,15 @@ def memory(entries: Sequence[Speed]) -> Finding | None:
 
 def per_head_budget(run: RunFiles) -> Finding | None:
     """Return the sentence on the KV heads that keep most of a KV budget allocated per head."""
-    held = {f"{layer}.{head}": x for layer, row in run.pairs_by_head.items() for head, x in enumerate(row)}
-    if not held:
+    pairs = {f"{layer}.{head}": x for layer, row in run.pairs_by_head.items() for head, x in enumerate(row)}
+    if not pairs:
         return None
-    most, total = sorted(held, key=lambda name: -held[name]), sum(held.values())
-    sums = list(accumulate(held[name] for name in most))
+    most, total = sorted(pairs, key=lambda name: -pairs[name]), sum(pairs.values())
+    sums = list(accumulate(pairs[name] for name in most))
     half = next(place for place, x in enumerate(sums, start=1) if 2 * x >= total)
     named = ", ".join(most[: min(half, 4)]) + (", ..." if half > 4 else "")
     verb, part = "holds" if half == 1 else "hold", share(sums[half - 1] / total)
-    words = f"{half} of {len(held)} KV heads {verb} {part} of its {count(total)} key-value pairs ({named}; layer.head)"
+    words = f"{half} of {len(pairs)} KV heads {verb} {part} of its {count(total)} key-value pairs ({named}; layer.head)"
     return Finding("fact", f"Per-head KV budget allocation: {words}.")
 
 
