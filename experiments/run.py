@@ -459,13 +459,19 @@ def table(grid: Grid, results: list[dict[str, Any]]) -> str:
 def on_other_rows(grid: Grid, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Results on other rows than the reference of their seed, or the first: those of before the data were split anew.
 
-    Cells that train on data of their own are left out: what they were measured on is not told apart from that.
+    The fingerprint of the test rows decides, or that of all data, which older results have alone. Cells that train on
+    data of their own are left out.
     """
-    own: dict[int, str] = {}
-    alike = [r for r in results if "data" in r and not any(field.startswith("data.") for field in r["set"])]
-    for result in sorted(alike, key=lambda result: result["label"] != grid.reference):
-        own.setdefault(result["seed"], result["data"])
-    return [result for result in alike if result["data"] != own[result["seed"]]]
+
+    def same_rows(a: dict[str, Any], b: dict[str, Any]) -> bool:
+        name = "test" if "test" in a and "test" in b else "data"
+        return a[name] == b[name]
+
+    first: dict[int, dict[str, Any]] = {}
+    compared = [r for r in results if "data" in r and not any(field.startswith("data.") for field in r["set"])]
+    for result in sorted(compared, key=lambda result: result["label"] != grid.reference):
+        first.setdefault(result["seed"], result)
+    return [result for result in compared if not same_rows(result, first[result["seed"]])]
 
 
 def _measured(grid: Grid, result: dict[str, Any]) -> list[str]:

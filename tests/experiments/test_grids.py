@@ -210,6 +210,8 @@ def test_cells_that_are_named_leave_the_others_as_they_were(grid: Path, monkeypa
     own_text = rank["set"] | {"data.select_rows_by_esl": 20}
     rows = [first | here, rank | there, rank | there | {"set": own_text}, without | here]
     assert run.on_other_rows(loaded, rows) == rows[1:2]
+    tested = [rows[0] | {"test": "rows"}, rank | there | {"test": "rows"}, without | here | {"test": "others"}]
+    assert run.on_other_rows(loaded, tested) == tested[2:]  # other training data do not matter
     text = run.table(loaded, rows) + run.described(loaded, rows)
     assert text.count("†") == 2 and "| rank 2 † |" in text
     assert "†" not in run.table(loaded, kept) + run.described(loaded, kept)
