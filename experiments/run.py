@@ -429,7 +429,7 @@ COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "needles": ("needles", _examined(lambda x: "{} of {}".format(*x["needles"]))),
     "arc_easy": ("ARC-easy, % (of the teacher's)", _right("arc_easy", "acc")),
     "piqa": ("PIQA, % (of the teacher's)", _right("piqa", "acc")),
-    "cache_mb": ("state, MB", _examined(lambda x: f"{x['cache_bytes'] / 1e6:.2f}")),
+    "state_mib": ("state, MiB", _examined(lambda x: f"{x['cache_bytes'] / 2**20:.2f}")),
     "training_speed": ("training, tokens/s", _training_speed),
     "score_minus_reference": ("minus the reference's", _percent("score_minus_reference", "+")),
 }

@@ -241,7 +241,7 @@ def test_a_grid_that_examines(grid: Path, monkeypatch: pytest.MonkeyPatch) -> No
     questions.write_text("\n".join(map(json.dumps, asked)))
     alone = {"transfer": None, "finetune": None, "mixer.feature_map": None, "mixer.combine": {"type": "window_only"}}
     columns = ["minus_teacher", "minus_window", "gain_retained", "without_linear", "kl_teacher", "needles", "copying"]
-    columns += ["cache_mb", "training_speed"]
+    columns += ["state_mib", "training_speed"]
     controls = {"window": "near", "softmax": "softmax"}
     cells = [
         {"label": "near", "recipe": "lolcats", "set": alone},
