@@ -44,11 +44,13 @@ demo-real: setup ## convert a real chat model without training; MODEL=, DATA=: h
 	$(BIN)/python examples/chat_beside_teacher.py $(OUTPUT_DIR)-real
 
 # Checking the annotated shapes of every call takes almost as long as the calls. Each commit checks them in the tests that run every
-# recipe and mixer, each night in all tests. With `PYTEST_ARGS='-k plan'` one of the two may have no tests, pytest's status 5.
+# recipe and mixer, each night in all tests. With `PYTEST_ARGS='-k plan'` one of the two may have no tests, pytest's status 5, but not both.
 # What `test-kernels` compiles would otherwise be compiled here too, where torch is built for CUDA and so brings triton.
 test: setup quick-lint ## quick lint, then all tests but the slow ones
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(SHAPE_TESTS:%=--ignore=%) --ignore=tests/ops/test_triton_compiled.py || [ $$? = 5 ]
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(CHECK_SHAPES) $(SHAPE_TESTS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest $(PYTEST_ARGS) $(SHAPE_TESTS:%=--ignore=%) --ignore=tests/ops/test_triton_compiled.py; first=$$?; \
+	    [ $$first = 0 ] || [ $$first = 5 ] || exit $$first; \
+	    $(BIN)/python -m pytest $(PYTEST_ARGS) $(CHECK_SHAPES) $(SHAPE_TESTS); second=$$?; \
+	    [ $$second = 5 ] && exit $$first; exit $$second
 
 test-shapes: setup ## all tests but the slow ones, with a check of the shapes of all arguments and results
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(CHECK_SHAPES)

@@ -45,7 +45,8 @@ or scores in per cent on held-out examples (larger is better). The paper's are i
 order of the values. They stand in the order of the rows named after the claim.
 
 What we recommend, measured on SmolLM2-135M-Instruct: [per-head KV budget allocation](memory.md), compared
-[with kvpress](../benchmarks/README.md#compared-with-kvpress). By need: [which recipe to pick](choosing.md).
+[with kvpress](../benchmarks/README.md#compared-with-kvpress). [Which recipe to pick](choosing.md)
+lists recipes by purpose.
 
 """
 TEACHERS = """

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from linearize.base import UserError, without_controls
-from linearize.report import terminal
+from linearize.report import tables, terminal
 from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import RunFiles, load_run
 from linearize.report.page import numeric, render, rich, write_report
@@ -137,6 +137,20 @@ def test_control_characters_of_a_run_are_not_shown(tmp_path: Path) -> None:
     assert "]0;title" in page
     for text in (page, evaluation_page(run), model_card(run), cast(Any, console.file).getvalue()):
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+
+
+def test_tables_in_the_terminal_fit_80_columns(tmp_path: Path) -> None:
+    """No line is longer, and words of headings are neither cut nor divided."""
+    found = sample.evaluation()
+    found["speed"] = [entry | {"prefill_bytes": 33_030_144, "compiling": 54.6} for entry in found["speed"]]
+    run = load_run(sample.write_run(tmp_path / "run", found))
+    console = Console(file=StringIO(), force_terminal=False, width=80)
+    console.print(terminal.measured(run))
+    lines = cast(Any, console.file).getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
+    words = {word for line in lines for word in line.split()}
+    headings = {word for table in tables.of_run(run) for name in table.columns for word in name.split()}
+    assert {"prefill", "compile"} <= headings - {tables.NOTE} <= words
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Score a model's answers to held-out examples, by metric, and in resamples of the examples.
 
-Higher scores are better. A score that is not defined for a resample (one class only, all values equal) is 0 there, as
-in scikit-learn.
+Higher scores are better. A score that is undefined for a resample (one class only, all values equal) is 0, which is
+scikit-learn's default.
 
 Axes: E examples, N answers (one or more per example, like the tokens of a sentence), C classes, I drawn examples, S
 bootstrap resamples; in `rank_correlation` K numbers, of H rows or more axes.

@@ -15,11 +15,11 @@ from linearize.report.numbers import (
     DASH,
     capital,
     count,
+    duration,
     memory_size,
     milliseconds,
     percent,
     plain,
-    scaled,
     what,
     with_interval,
 )
@@ -121,13 +121,13 @@ def speed(entries: Sequence[tuple[str | None, Sequence[Speed]]]) -> Table:
     columns = [
         "model",
         "batch",
-        "prompt, tokens",
-        "prefill, ms",
-        "per new token, ms",
+        "prompt tokens",
+        "prefill ms",
+        "ms per token",
         "tokens/s",
         "cache",
         "peak",
-        "compiled in, s",
+        "compile",
     ]
     caption = "Medians of all repeats, with minimum and maximum; memory of the whole batch, peak in prefill"
     # Not every measurement has the last ones.
@@ -152,7 +152,7 @@ def _speed(entry: Speed) -> list[str]:
         count(entry.batch_size / entry.decode.median),
         memory_size(entry.cache_bytes),
         memory_size(entry.prefill_bytes),
-        scaled(entry.compiling),
+        DASH if entry.compiling is None else duration(entry.compiling),
     ]
 
 

@@ -33,9 +33,13 @@ def timed(bench: Bench) -> Group:
 def _table(found: Table) -> Group:
     """Return the caption and the table without its notes."""
     shown = [i for i, column in enumerate(found.columns) if column != tables.NOTE]
-    made = table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in (found.columns[i] for i in shown):
-        made.add_column(_text(name), overflow="fold", min_width=max(map(len, name.split()), default=0))
+    made = table.Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    cells = [row for group in found.groups for row in group.rows]
+    for i in shown:
+        name, width = found.columns[i], max(map(len, found.columns[i].split()), default=0)
+        # rich narrows other columns first if this one has nothing to wrap.
+        fits = " " not in name and all(len(row[i]) <= width for row in cells)
+        made.add_column(_text(name), overflow="fold", min_width=width, no_wrap=fits)
     for group in found.groups:
         for row in group.rows:
             made.add_row(*(_text(row[i]) for i in shown))
