@@ -187,14 +187,9 @@ def test_even_on_made_up_curves(ours, theirs, expected) -> None:
     assert even(*backwards) == expected
 
 
-def test_even_needs_the_same_lengths() -> None:
-    with pytest.raises(ValueError, match="same lengths"):
-        even({1: 1.0, 2: 1.0}, {1: 1.0, 3: 1.0})
-
-
-def made_up(model: str, length: int, prefill: float, decode: float, held: int, batch_size: int = 1) -> Speed:
+def made_up(model: str, length: int, prefill: float, decode: float, held: int) -> Speed:
     spreads = Spread(prefill, prefill / 2, 99.0), Spread(decode, decode / 2, 99.0)
-    return Speed(model, length, *spreads, held, batch_size=batch_size, new_tokens=8)
+    return Speed(model, length, *spreads, held, new_tokens=8)
 
 
 def test_crossovers_by_hand() -> None:
@@ -209,8 +204,6 @@ def test_crossovers_by_hand() -> None:
     # prefill: 1 behind, 3 ahead, a quarter of the way
     assert found == Crossover(125, None)
     assert Crossover.of(speeds[2:]) == Crossover(200, None)
-    with pytest.raises(ValueError, match="one batch size"):
-        Crossover.of([*speeds, made_up("student", 100, 1.0, 1.0, 1, batch_size=2)])
 
 
 def test_bench_of_two_batch_sizes_has_a_crossover_for_each() -> None:

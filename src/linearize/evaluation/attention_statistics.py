@@ -46,11 +46,8 @@ def attention_statistics(teacher: PreTrainedModel, tokens: Int64[Tensor, "N T"])
 
     Raises:
         UserError: a model that is linearized already.
-        ValueError: an encoder.
     """
     shape = TeacherShape.from_config(teacher.config.to_dict())
-    if shape.bidirectional:
-        raise ValueError(f"expected a decoder, found {shape.model_type}, an encoder")
     watch = MixerConfig(span=SlidingSpan(window_size=1), feature_map=None, combine=WindowOnly())
     watched = convert_layers(teacher, (watch,) * shape.num_layers)
     skipped = tokens.shape[1] // 3

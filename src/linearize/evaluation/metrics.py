@@ -1,7 +1,7 @@
 """Score a model's answers to held-out examples, by metric, and in resamples of the examples.
 
-Higher scores are better. A score that is undefined for a resample (one class only, all values equal) is 0, which is
-scikit-learn's default.
+The first metric of a model's answers is the main one, and higher scores are better. A score that is undefined for a
+resample (one class only, all values equal) is 0, which is scikit-learn's default.
 
 Axes: E examples, N answers (one or more per example, like the tokens of a sentence), C classes, I drawn examples, S
 bootstrap resamples; in `rank_correlation` K numbers, of H rows or more axes.
@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,28 +21,6 @@ from torch import Tensor
 from linearize.evaluation.intervals import resamples
 
 Score = Callable[["Predictions", Tensor], float]
-
-
-@runtime_checkable
-class Answered(Protocol):
-    """The predictions of one model for E examples."""
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Return the names of its scores; the first is the main one."""
-        ...
-
-    def __len__(self) -> int:
-        """Return E, the number of examples."""
-        ...
-
-    def scores(self, index: Int[Tensor, " I"] | None = None) -> dict[str, float]:
-        """Return the score of each metric, over all examples or those drawn; one drawn twice counts twice."""
-        ...
-
-    def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
-        """Return the share of equal answers by example; None: the answers are values."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +33,6 @@ class Predictions:
         metrics: names in `METRICS`.
 
     Raises:
-        ValueError: an unknown metric, or labels that do not fit the outputs or the metrics.
         FloatingPointError: an output is not a finite number.
     """
 
@@ -66,40 +42,21 @@ class Predictions:
     metrics: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if not self.metrics or not set(self.metrics) <= METRICS.keys():
-            found = ", ".join(self.metrics) or "none"
-            raise ValueError(f"metrics: expected some of {', '.join(METRICS)}, found {found}")
         if bad := int((~self.outputs.isfinite()).any(dim=1).sum()):
             raise FloatingPointError(f"predictions: the outputs of {bad} of {len(self.outputs)} answers are not finite")
-        classes = self.outputs.shape[1]
-        if self.labels.is_floating_point():
-            if classes != 1 or not self.labels.isfinite().all():
-                raise ValueError(f"labels: expected real ones to be finite, with one output, found {classes} outputs")
-        elif len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < classes:
-            span = f"{int(self.labels.min())} to {int(self.labels.max())}"
-            raise ValueError(f"labels: expected 0 to {classes - 1}, of {classes} classes, found {span}")
-        if wrong := [name for name in self.metrics if (name in RANKS) is not self.labels.is_floating_point()]:
-            raise ValueError(f"metrics: expected ones for {self.labels.dtype} labels, found {', '.join(wrong)}")
 
     def __len__(self) -> int:
-        return int(self.place.max()) + 1 if len(self.place) else 0
+        return int(self.place.max()) + 1
 
     def scores(self, index: Int[Tensor, " I"] | None = None) -> dict[str, float]:
+        """Return the score of each metric, over all examples or those drawn; one drawn twice counts twice."""
         drawn = torch.arange(len(self)) if index is None else index
         weight = torch.bincount(drawn, minlength=len(self)).double()[self.place]
         return {name: METRICS[name](self, weight) for name in self.metrics}
 
     def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
-        """See `Answered`.
-
-        Raises:
-            ValueError: `other` is not about the same examples.
-        """
-        refused = "predictions can only be compared where they were made for the same examples"
-        if not isinstance(other, Predictions):
-            raise ValueError(refused)
-        if not torch.equal(self.truth, other.truth) or not torch.equal(self.place, other.place):
-            raise ValueError(refused)
+        """Return the share of equal answers to the same examples, by example; None: the answers are values."""
+        assert isinstance(other, Predictions)
         if self.labels.is_floating_point():
             return None
         alike = torch.bincount(self.place, (self.classes == other.classes).double(), minlength=len(self))
@@ -156,13 +113,8 @@ class MaskedTokens:
         return {"accuracy": accuracy, "likelihood": math.exp(log)}
 
     def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
-        """See `Answered`.
-
-        Raises:
-            ValueError: `other` is not about the same examples.
-        """
-        if not isinstance(other, MaskedTokens) or not torch.equal(self.example, other.example):
-            raise ValueError("masked tokens can only be compared if the same positions were predicted")
+        """Return the share of equal answers to the same examples, by example."""
+        assert isinstance(other, MaskedTokens)
         alike = torch.bincount(self.example, (self.tokens == other.tokens).double())
         return (alike / torch.bincount(self.example)).float()
 
@@ -172,15 +124,12 @@ class Similarities:
     """A number per example and metric, such as the cosine to the teacher's embedding or ROUGE; scores are means.
 
     Raises:
-        ValueError: no metric, or different numbers of examples.
         FloatingPointError: a value is not a finite number.
     """
 
     values: dict[str, Float[Tensor, " _"]]
 
     def __post_init__(self) -> None:
-        if len(lengths := {len(x) for x in self.values.values()}) != 1:
-            raise ValueError(f"similarities: expected as many values of each metric, found {sorted(lengths)}")
         if bad := [name for name, x in self.values.items() if not x.isfinite().all()]:
             raise FloatingPointError(f"similarities: {', '.join(bad)} has values that are not finite numbers")
 
@@ -195,8 +144,12 @@ class Similarities:
         chosen = slice(None) if index is None else index
         return {name: x.cpu().double()[chosen].mean().item() for name, x in self.values.items()}
 
-    def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
-        return None
+    def agreement(self, other: Answered) -> None:
+        """Return None, because the answers are values."""
+
+
+Answered = Predictions | MaskedTokens | Similarities
+"""The answers of one model to E examples."""
 
 
 def bootstrapped(
@@ -204,15 +157,12 @@ def bootstrapped(
 ) -> dict[str, dict[str, Float[Tensor, " S"]]]:
     """Return each model's scores in the same `samples` resamples of the examples, so that differences are paired.
 
+    Args:
+        answered: by model, answers to the same examples with the same metrics.
+
     Raises:
-        ValueError: the models' numbers of examples or metrics differ.
         UserError: too few examples (`intervals.resamples`).
     """
-    if len({(len(answers), answers.metrics) for answers in answered.values()}) != 1:
-        found = ", ".join(
-            f"{name}: {len(answers)} ({', '.join(answers.metrics)})" for name, answers in answered.items()
-        )
-        raise ValueError(f"expected answers of all models to the same examples, found {found or 'none'}")
     size = len(next(iter(answered.values())))
     draws: dict[str, list[dict[str, float]]] = {name: [] for name in answered}
     for index in resamples(size, samples=samples, seed=seed):
@@ -275,7 +225,6 @@ def _ranks(x: Float[Tensor, "*H K"], seen: Bool[Tensor, "*C K"]) -> Float[Tensor
 
 
 METRICS: dict[str, Score] = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "spearman": spearman}
-RANKS = frozenset({"spearman"})  # metrics for real labels
 TITLES = {
     "accuracy": "accuracy",
     "f1": "F1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -50,15 +49,11 @@ class Crossover:
 
     @classmethod
     def of(cls, speeds: Sequence[Speed]) -> Crossover:
-        """Compute the crossover from measurements of "teacher" and "student" at the same lengths."""
-        if len({(s.batch_size, s.new_tokens) for s in speeds}) != 1:
-            raise ValueError("a crossover is of one batch size and one number of new tokens")
-        curves: dict[str, dict[str, dict[int, float]]] = {name: defaultdict(dict) for name in ("teacher", "student")}
-        for s in speeds:
-            if s.model in curves:
-                curves[s.model]["prefill"][s.prompt_length] = s.prefill.median
-                curves[s.model]["decode"][s.prompt_length + s.new_tokens // 2] = s.decode.median
-        return cls(*(even(curves["student"][what], curves["teacher"][what]) for what in ("prefill", "decode")))
+        """Compute the crossover from measurements of "teacher" and "student" at the same lengths and batch size."""
+        models = [[s for s in speeds if s.model == model] for model in ("student", "teacher")]
+        prefill = ({s.prompt_length: s.prefill.median for s in model} for model in models)
+        decode = ({s.prompt_length + s.new_tokens // 2: s.decode.median for s in model} for model in models)
+        return cls(even(*prefill), even(*decode))
 
 
 @dataclass(frozen=True)
@@ -79,13 +74,11 @@ class Bench:
 
 
 def even(ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
-    """Return the length from which `ours` stays below `theirs`, interpolated between the lengths of the curves.
+    """Return the length from which `ours` stays below `theirs`, interpolated between the curves' common lengths.
 
     It is the shortest length if ours is always below; None: ours is not below at the longest.
     """
     lengths = sorted(ours)
-    if lengths != sorted(theirs):
-        raise ValueError(f"the curves must have the same lengths, got {lengths} and {sorted(theirs)}")
     gaps = [ours[length] - theirs[length] for length in lengths]
     behind = [i for i, gap in enumerate(gaps) if gap >= 0]
     if not behind:
