@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from linearize.evaluation import agreement, intervals, measure, perplexity, retrieval, summaries
+from linearize.evaluation import agreement, answers, intervals, measure, perplexity, retrieval
 
 
 @pytest.fixture(scope="session")
@@ -31,5 +31,5 @@ def llama() -> LlamaForCausalLM:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two documents make an interval: for tests whose few numbers are known by hand, and are not about intervals."""
-    for module in (agreement, intervals, perplexity, retrieval, summaries, measure):
+    for module in (agreement, answers, intervals, perplexity, retrieval, measure):
         monkeypatch.setattr(module, "ENOUGH", 2)

@@ -17,8 +17,8 @@ from linearize.configs.data import DataConfig
 from linearize.configs.tasks import Summarisation
 from linearize.data.packing import Dataset, build_dataset
 from linearize.data.templates import SAMSUM, TokenDocument
+from linearize.evaluation.answers import summaries, summarising
 from linearize.evaluation.metrics import Similarities
-from linearize.evaluation.summaries import summaries, summarising
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 

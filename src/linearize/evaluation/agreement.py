@@ -295,15 +295,9 @@ def _beginnings(rows: PackedRows, length: int, count: int, seed: int) -> tuple[I
     return rows.input_ids.cpu().flatten()[enough[chosen][:, None] + torch.arange(length)], document[chosen]
 
 
-def _generation_config(model: PreTrainedModel) -> GenerationConfig | None:
-    """Return the model's own settings, or None, which the declared type does not allow."""
-    return model.generation_config
-
-
 def _ends(model: PreTrainedModel) -> list[int]:
     """Return the tokens that end the model's texts."""
-    own = _generation_config(model)
-    ends: Any = None if own is None else own.eos_token_id
+    ends: Any = model.generation_config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
@@ -330,16 +324,16 @@ def _continue(
 @contextmanager
 def greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Generator[None, None, None]:
     """Make `model.generate()` decode greedily in the `with` block, by replacing the model's own settings."""
-    own = _generation_config(model)
+    own: Any = model.generation_config
     # Texts that end are padded to the length of others in the batch; the padding token does not matter.
     special = {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
     compiling = ("cache_implementation", "compile_config", "disable_compile")
-    kept = {} if own is None else {name: getattr(own, name) for name in compiling}
+    kept = {name: getattr(own, name) for name in compiling}
     model.generation_config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, **special, **kept)
     try:
         yield
     finally:
-        model.generation_config = own  # pyright: ignore[reportAttributeAccessIssue] (None, if it was)
+        model.generation_config = own
 
 
 def _decode(tokenizer: Tokenizer, tokens: Int[Tensor, " T"]) -> str:

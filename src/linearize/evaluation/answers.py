@@ -1,8 +1,9 @@
-"""Answers of models on the held-out rows of a task."""
+"""Compute answers of models on the held-out rows of a task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -11,10 +12,13 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.image_processing_utils import BaseImageProcessor
 
-from linearize.base import progress
+from linearize.base import UserError, progress
 from linearize.configs.tasks import MaskedLanguageModelling, Summarisation, Task, TextEmbedding
 from linearize.data.packing import Dataset
-from linearize.data.rows import Rows, inference, on_device
+from linearize.data.rows import IGNORED, Rows, inference, on_device
+from linearize.data.splits import ENOUGH
+from linearize.data.templates import TokenDocument
+from linearize.evaluation.agreement import greedy
 from linearize.evaluation.metrics import Answered, MaskedTokens, Predictions, Similarities
 
 BATCH_SIZE = 32  # rows per forward pass
@@ -37,9 +41,6 @@ def answering(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher
         assert teacher is not None
         return _embedding(dataset.test, teacher)
     if isinstance(task, Summarisation):
-        # Imported here because it needs the extra `eval`.
-        from linearize.evaluation.summaries import summarising
-
         assert isinstance(tokenizer, Tokenizer)
         return summarising(task, dataset.test_documents, tokenizer)
     return _classifying(task, dataset.test)
@@ -109,3 +110,60 @@ def _embedding(rows: Rows, teacher: PreTrainedModel) -> Answer:
         return Similarities({"cosine": (embeddings(model, rows, title=title) * expected).sum(-1)})
 
     return answer
+
+
+def summarising(task: Summarisation, held_out: Sequence[TokenDocument], tokenizer: Tokenizer) -> Answer:
+    """Return the function that scores a model's summaries of the first held-out dialogues by ROUGE (Hedgehog App. B.5).
+
+    The protocol is SAMSum's: greedy, at most 100 new tokens, cut at the first end-of-text token.
+
+    Raises:
+        UserError: `rouge-score` is not installed, or there are no dialogues with a prompt and a summary.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise UserError(
+            "data.task `summarisation`: expected the package rouge-score, found none; pip install 'linearize[eval]'"
+        ) from None
+    scorer = RougeScorer(list(task.scores), use_stemmer=True)
+    dialogues = [document for document in held_out if 0 < _prompt_length(document) < len(document)]
+    asked = dialogues[: max(ENOUGH, task.summaries)]
+    if len(asked) < ENOUGH:
+        raise UserError(
+            f"data.task `summarisation`: expected at least {ENOUGH} held-out dialogues with summaries, found "
+            f"{len(asked)}; use more data with the columns dialogue and summary (data.format samsum)"
+        )
+    references = [_text(tokenizer, document.labels[document.labels != IGNORED].tolist()) for document in asked]
+
+    def answer(model: PreTrainedModel, title: str) -> Answered:
+        made = [_text(tokenizer, tokens) for tokens in summaries(model, asked, tokenizer, task.new_tokens, title=title)]
+        scores = [scorer.score(reference, text) for reference, text in zip(references, made, strict=True)]
+        values = {name: torch.tensor([score[name].fmeasure for score in scores]) for name in task.scores}
+        return Similarities(values)
+
+    return answer
+
+
+def summaries(
+    model: PreTrainedModel, asked: Sequence[TokenDocument], tokenizer: Tokenizer, new_tokens: int, *, title: str
+) -> list[list[int]]:
+    """Return the greedy tokens of a model after each prompt, up to the first end-of-text token."""
+    end: Any = tokenizer.eos_token_id
+    found = []
+    with inference(model) as device, greedy(model, new_tokens, [] if end is None else [end]):
+        for document in progress(asked, title):
+            prompt = document.input_ids[: _prompt_length(document)][None].to(device)
+            made: Any = model.generate(prompt, attention_mask=torch.ones_like(prompt))  # type: ignore[operator]
+            tokens = made[0, prompt.shape[1] :].tolist()
+            found.append(tokens[: tokens.index(end)] if end in tokens else tokens)
+    return found
+
+
+def _prompt_length(document: TokenDocument) -> int:
+    """Return the number of tokens before the first label."""
+    return int((document.labels == IGNORED).long().cumprod(0).sum())
+
+
+def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
