@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from linearize.configs.tasks import AnyTask
 from linearize.evaluation.candidates import Candidate
-from linearize.evaluation.intervals import Interval, Totals
-from linearize.evaluation.intervals import intervals as bootstrap_intervals
+from linearize.evaluation.intervals import Interval, Totals, intervals
 from linearize.evaluation.metrics import Answered, bootstrapped
 
 OTHERS = (
@@ -26,9 +25,6 @@ OTHERS = (
     "ablated",
 )  # candidates with which the student is compared, if available
 LEAST_SCORE = 1e-3  # teacher's score below which the student's share of it has no meaning
-
-Draws = dict[str, dict[str, Float[Tensor, " S"]]]
-Scores = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -99,47 +95,39 @@ def score_task(
             answered[candidate.name] = answer(model, f"measuring: {candidate.label}")
         del model
         gc.collect()
-    student = answered["student"]
+    metrics = answered["student"].metrics
     draws = bootstrapped(answered, samples=samples, seed=seed)
     scores = {name: given.scores() for name, given in answered.items()}
-    intervals = {
-        name: {metric: _interval(score, draws[name][metric]) for metric, score in found.items()}
-        for name, found in scores.items()
-    }
-    scored = [
-        Scored(c.name, c.label, c.note, intervals[c.name], _agreement(answered, c.name, samples, seed))
-        for c in candidates
-    ]
-    others = [name for name in OTHERS if name in answered]
-    differences = [_difference(scores, draws, other, metric) for other in others for metric in student.metrics]
+
+    def interval(mean: float, drawn: Float[Tensor, " S"]) -> Interval:
+        return Interval.of(torch.tensor(mean, dtype=torch.float64), drawn)
+
+    def agreement(name: str) -> Interval | None:
+        if name == "teacher" or "teacher" not in answered:
+            return None
+        alike = answered[name].agreement(answered["teacher"])
+        return None if alike is None else intervals([Totals.of_each(alike)], samples=samples, seed=seed)[0]
+
+    def difference(other: str, metric: str) -> ScoreDifference:
+        mean, drawn = scores["student"][metric] - scores[other][metric], draws["student"][metric] - draws[other][metric]
+        return ScoreDifference(other, metric, interval(mean, drawn))
+
+    by_metric = {name: {x: interval(scores[name][x], draws[name][x]) for x in metrics} for name in answered}
     recovery: dict[str, Interval | None] = {}
     if "teacher" in answered:
-        for metric in student.metrics:
-            certain = intervals["teacher"][metric].low > LEAST_SCORE
-            recovery[metric] = _recovery(scores, draws, metric) if certain else None
-    names = task.type, task.auto_class, task.pipeline_tag
-    return TaskScores(*names, student.metrics, len(student), scored, differences, recovery)
-
-
-def _interval(mean: float, draws: Float[Tensor, " S"]) -> Interval:
-    return Interval.of(torch.tensor(mean, dtype=torch.float64), draws)
-
-
-def _agreement(answered: Mapping[str, Answered], name: str, samples: int, seed: int) -> Interval | None:
-    if name == "teacher" or "teacher" not in answered:
-        return None
-    agreement = answered[name].agreement(answered["teacher"])
-    if agreement is None:
-        return None
-    return bootstrap_intervals([Totals.of_each(agreement)], samples=samples, seed=seed)[0]
-
-
-def _difference(scores: Scores, draws: Draws, other: str, metric: str) -> ScoreDifference:
-    mean, drawn = scores["student"][metric] - scores[other][metric], draws["student"][metric] - draws[other][metric]
-    return ScoreDifference(other, metric, _interval(mean, drawn))
-
-
-def _recovery(scores: Scores, draws: Draws, metric: str) -> Interval:
-    # In a few resamples the teacher may score 0; the clamp avoids a division by zero.
-    ratio = draws["student"][metric] / draws["teacher"][metric].clamp(min=LEAST_SCORE)
-    return _interval(scores["student"][metric] / scores["teacher"][metric], ratio)
+        for metric in metrics:
+            # In a few resamples the teacher may score 0; the clamp avoids a division by zero.
+            ratio = draws["student"][metric] / draws["teacher"][metric].clamp(min=LEAST_SCORE)
+            recovery[metric] = None
+            if by_metric["teacher"][metric].low > LEAST_SCORE:
+                recovery[metric] = interval(scores["student"][metric] / scores["teacher"][metric], ratio)
+    return TaskScores(
+        task.type,
+        task.auto_class,
+        task.pipeline_tag,
+        metrics,
+        len(answered["student"]),
+        [Scored(c.name, c.label, c.note, by_metric[c.name], agreement(c.name)) for c in candidates],
+        [difference(other, metric) for other in OTHERS if other in answered for metric in metrics],
+        recovery,
+    )
