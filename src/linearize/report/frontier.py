@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from io import StringIO
-from itertools import compress
 from typing import Any
 
 import matplotlib
@@ -16,52 +15,45 @@ from rich.table import Table
 from linearize.report.numbers import memory_size
 
 FINE_TUNED = "the same, all fine-tuned"
-COLUMNS = (
-    "of the cache",
-    "state",
-    "bytes",
-    "long-context gain retained",
-    FINE_TUNED,
-    "copying",
-    "needle",
-)
-PANELS = {"far": "long-context gain retained", "copying": "copying", "needle": "needle"}
-# Names and styles of the lines that are drawn.
-ALLOCATED, LAYERS, WINDOW = "per-head allocation", "full layers and windows", "window and sinks"
-LINES = {
-    (ALLOCATED, True): (f"{ALLOCATED}, fine-tuned", "#0072b2", "-"),
-    (ALLOCATED, False): (ALLOCATED, "#0072b2", "--"),
-    (LAYERS, True): (f"{LAYERS}, fine-tuned", "#cc79a7", "-"),
-    (LAYERS, False): (LAYERS, "#cc79a7", "--"),
-    (WINDOW, True): (f"{WINDOW}, fine-tuned", "#d55e00", "-"),
-    (WINDOW, False): (WINDOW, "#d55e00", "--"),
-    ("window", False): ("window", "#009e73", "--"),
+QUALITIES = {
+    "far": "long-context gain retained",
+    "far_finetuned": FINE_TUNED,
+    "copying": "copying",
+    "needle": "needle",
 }
+DRAWN = ("far", "copying", "needle")
+ALLOCATED, LAYERS, WINDOW = "per-head allocation", "full layers and windows", "window and sinks"
+COLOURS = {ALLOCATED: "#0072b2", LAYERS: "#cc79a7", WINDOW: "#d55e00", "window": "#009e73"}
 
 
 def table(about: dict[str, Any]) -> Table:
     """Return the table for the terminal."""
-    shown = Table(title=f"quality against bytes, of the teacher's cache at {about['length']:,} tokens")
-    columns, rows = _shown(about)
-    for column in columns:
-        shown.add_column(column)
-    for cells in rows:
-        shown.add_row(*cells)
+    heading, *rows = _rows(about)
+    shown = Table(*heading, title=f"quality against bytes, of the teacher's cache at {about['length']:,} tokens")
+    for row in rows:
+        shown.add_row(*row)
     return shown
 
 
-def _shown(about: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows; without fine-tuning, its column is left out."""
-    rows = [list(row) for row in _rows(about)]
-    kept = [name != FINE_TUNED or about["tokens"] is not None for name in COLUMNS]
-    return list(compress(COLUMNS, kept)), [list(compress(row, kept)) for row in rows]
+def _rows(about: dict[str, Any]) -> list[list[str]]:
+    """Return the heading, then a row per point; without fine-tuning, its column is left out."""
+    keys = [key for key in QUALITIES if key != "far_finetuned" or about["tokens"] is not None]
+    rows = [["of the cache", "state", "bytes", *(QUALITIES[key] for key in keys)]]
+    for point in about["points"]:
+        name, shares = _label(point["name"], point["trained"]), [_percent(_share(point, key)) for key in keys]
+        rows.append([f"{point['fraction']:.0%}", name, f"{point['bytes']:,}", *shares])
+    return rows
+
+
+def _label(name: str, trained: bool) -> str:
+    return f"{name}, fine-tuned" if trained else name
 
 
 def page(about: dict[str, Any]) -> str:
     """Return the page in Markdown."""
     window, tokens = about["reference"], about["tokens"]
     trained = "" if tokens is None else "; then the same with all of them fine-tuned on the same tokens"
-    columns, rows = _shown(about)
+    heading, *rows = _rows(about)
     lines = [
         "# Quality against bytes of state",
         "",
@@ -73,8 +65,8 @@ def page(about: dict[str, Any]) -> str:
         "",
         "![quality against bytes](frontier.svg)",
         "",
-        f"| {' | '.join(columns)} |",
-        f"|{' --- |' * len(columns)}",
+        f"| {' | '.join(heading)} |",
+        f"|{' --- |' * len(heading)}",
         *(f"| {' | '.join(cells)} |" for cells in rows),
         "",
         "Pairs of each KV head: the window + the pairs for text, the same in every head; then the pairs for recall of "
@@ -90,16 +82,18 @@ def page(about: dict[str, Any]) -> str:
 
 def figure(about: dict[str, Any]) -> str:
     """Draw long-context gain retained, copying and needles over bytes, as SVG."""
-
     spread = [point for point in about["points"] if point["name"] == ALLOCATED]
     ticks = {point["bytes"]: f"{memory_size(point['bytes'])}\n{point['fraction']:.0%}" for point in spread}
 
     def paint(axis: Axes, key: str) -> None:
-        axis.set_title(PANELS[key], loc="left", fontsize=10)
-        for (name, trained), (label, colour, dash) in LINES.items():
-            points = [(x, y) for x, y in _line(about["points"], name, trained, key) if y is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), dash, marker="o", markersize=4, color=colour, label=label)
+        axis.set_title(QUALITIES[key], loc="left", fontsize=10)
+        for name, colour in COLOURS.items():
+            for trained, dash in ((True, "-"), (False, "--")):
+                points = [x for x in about["points"] if (x["name"], x["trained"]) == (name, trained)]
+                line = sorted((x["bytes"], share["mean"]) for x in points if (share := _share(x, key)))
+                if line:
+                    label = _label(name, trained)
+                    axis.plot(*zip(*line, strict=True), dash, marker="o", markersize=4, color=colour, label=label)
         axis.set_xscale("log")
         axis.set_xlabel("state, and its share of the teacher's cache")
         axis.xaxis.set_major_locator(FixedLocator(list(ticks)))
@@ -113,12 +107,14 @@ def figure(about: dict[str, Any]) -> str:
         "svg.hashsalt": "frontier",
         "axes.spines.top": False,
         "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "font.size": 9,
     }
-    style |= {"axes.grid": True, "grid.color": "#dddddd", "font.size": 9}
     with matplotlib.rc_context(style):
         drawn = Figure(figsize=(11, 3.4), layout="constrained")
-        axes: Sequence[Axes] = drawn.subplots(1, len(PANELS))
-        for axis, key in zip(axes, PANELS, strict=True):
+        axes: Sequence[Axes] = drawn.subplots(1, len(DRAWN))
+        for axis, key in zip(axes, DRAWN, strict=True):
             paint(axis, key)
         drawn_lines = {
             label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
@@ -127,21 +123,6 @@ def figure(about: dict[str, Any]) -> str:
         written = StringIO()
         drawn.savefig(written, format="svg", facecolor="white", metadata={"Date": None})
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
-
-
-def _line(points: Sequence[dict[str, Any]], name: str, trained: bool, key: str) -> Iterator[tuple[int, float | None]]:
-    """Yield bytes and quality of the points of one line, in order of bytes."""
-    found = [point for point in points if (point["name"], point["trained"]) == (name, trained)]
-    for point in sorted(found, key=lambda point: point["bytes"]):
-        share = _share(point, key)
-        yield point["bytes"], None if share is None else share["mean"]
-
-
-def _rows(about: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    for point in about["points"]:
-        name = f"{point['name']}, fine-tuned" if point["trained"] else point["name"]
-        shares = (_percent(_share(point, key)) for key in ("far", "far_finetuned", "copying", "needle"))
-        yield f"{point['fraction']:.0%}", name, f"{point['bytes']:,}", *shares
 
 
 def _share(point: dict[str, Any], key: str) -> dict[str, float] | None:
@@ -156,7 +137,5 @@ def _percent(share: dict[str, float] | None) -> str:
 def _heads(chosen: dict[str, Any]) -> str:
     layers = " | ".join(" ".join(map(str, heads)) for heads in chosen["recall"].values())
     words = f"{chosen['window']}+{chosen['text']} in every head, for recall {layers}"
-    if "full_layers" not in chosen:  # results of an older version
-        return words
     full = ", ".join(map(str, chosen["full_layers"])) or "none"
     return f"{words}; per layer: full {full}, windows of {chosen['layer_window']}"
