@@ -22,8 +22,7 @@ def test_a_run_folder_is_read_with_the_curves_of_its_stages(tmp_path: Path) -> N
     assert list(run.stages) == ["transfer", "finetune", "controls/window_finetuned", "controls/teacher_finetuned"]
     finetune = run.stages["finetune"]
     assert finetune.result is not None and finetune.result.steps == 96 and finetune.result.identity["lr"] == 0.01
-    assert finetune.held_out.tokens == [4096 * step for step in range(0, 97, 12)]
-    assert len(finetune.training.loss) == 96
+    assert [tokens for tokens, _ in finetune.held_out] == [4096 * step for step in range(0, 97, 12)]
 
 
 def test_a_folder_of_copies_is_read_without_curves_and_recipe() -> None:
@@ -31,17 +30,7 @@ def test_a_folder_of_copies_is_read_without_curves_and_recipe() -> None:
     assert run.recipe is None and run.teacher is None and run.plan is not None
     result = run.stages["transfer"].result
     assert result is not None and result.steps == 585 and result.identity["lr"] == 0.01
-    assert run.stages["finetune"].held_out.loss == []
-
-
-def test_long_curves_are_means_of_neighbours(tmp_path: Path) -> None:
-    folder = sample.write_run(tmp_path / "run")
-    steps = [{"event": "step", "step": i, "tokens": 10 * i, "loss": float(i)} for i in range(1, 1201)]
-    (folder / "transfer" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    curve = load_run(folder).stages["transfer"].training
-    assert len(curve.loss) == 300
-    assert curve.loss[0] == 2.5 and curve.tokens[0] == 40  # of steps 1 to 4
-    assert curve.loss[-1] == 1198.5 and curve.tokens[-1] == 12000
+    assert run.stages["finetune"].held_out == []
 
 
 def test_a_half_written_last_line_is_passed_over_and_no_other(tmp_path: Path) -> None:
@@ -49,7 +38,7 @@ def test_a_half_written_last_line_is_passed_over_and_no_other(tmp_path: Path) ->
     metrics = folder / "finetune" / "metrics.jsonl"
     whole = metrics.read_text()
     metrics.write_text(whole + '{"event": "step", "st')
-    assert len(load_run(folder).stages["finetune"].training.loss) == 96
+    assert len(load_run(folder).stages["finetune"].held_out) == 9
     metrics.write_text('{"event": \n' + whole)
     with pytest.raises(UserError, match=r"metrics\.jsonl: expected an event on line 1"):
         load_run(folder)
@@ -59,7 +48,7 @@ def test_a_stage_that_still_runs_has_curves_and_no_result(tmp_path: Path) -> Non
     folder = sample.write_run(tmp_path / "run")
     (folder / "finetune" / "result.json").unlink()
     stage = load_run(folder).stages["finetune"]
-    assert stage.result is None and stage.held_out.loss
+    assert stage.result is None and stage.held_out
 
 
 def test_a_folder_without_an_evaluation_is_a_users_error_in_one_line(tmp_path: Path) -> None:

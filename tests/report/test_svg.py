@@ -66,7 +66,7 @@ def test_what_is_far_off_is_an_arrow_with_its_number() -> None:
 
 
 def test_heat_maps_have_levels_numbers_and_blanks() -> None:
-    scale = Scale.even("share", low=0.0, high=1.0)
+    scale = Scale.even("share", 0.0, 1.0)
     panel = Panel("p", [[0.0, 0.5, 1.0], [None, float("nan"), 0.999]], ["0", "1"], ["a", "b", "c"])
     drawing = str(heatmaps("a", "b", [panel], scale, row_title="layer", column_title="head"))
     assert [scale.level(x) for x in (-1.0, 0.0, 0.0834, 0.5, 1.0, 2.0)] == [0, 0, 1, 6, 11, 11]
@@ -83,12 +83,12 @@ def test_scales_fit_their_numbers() -> None:
     tiny = Scale.fitting("error", [-1e-9, 1e-8, 0.5])
     assert tiny.edges[0] == pytest.approx(0.0005) and tiny.level(-1e-9) == 0
     assert Scale.fitting("nothing", []).edges[-1] == 1.0
-    assert Scale.even("same", [2.0, 2.0]).edges[-1] == 3.0
+    assert Scale.even("same", 2.0, 2.0).edges[-1] == 3.0
 
 
 def test_a_title_that_would_run_into_the_next_panel_is_cut_from_the_front() -> None:
     panels = [Panel(f"{'long ' * 40}{name}", [[0.5] * 4], ["0"], ["a", "b", "c", "d"]) for name in ("one", "two")]
-    drawing = str(heatmaps("a", "b", panels, Scale.even("s", low=0.0, high=1.0), row_title="r", column_title="c"))
+    drawing = str(heatmaps("a", "b", panels, Scale.even("s", 0.0, 1.0), row_title="r", column_title="c"))
     titles = re.findall(r">([^<]*long[^<]*|one|two)</text>", drawing)
     assert [title[0] == "\u2026" for title in titles] == 2 * [True, False, False], "three lines of each title"
     assert [title[-3:] for title in titles[2::3]] == ["one", "two"] and all(len(title) <= 30 for title in titles)

@@ -60,7 +60,6 @@ class Line:
     style: int = 0
     low: Sequence[Number] = ()
     high: Sequence[Number] = ()
-    thin: bool = False
     dash: int = 0
 
 
@@ -75,14 +74,14 @@ class LinePanel:
     log_x: bool = False
     log_y: bool = False
     ticks: dict[Number, str] = field(default_factory=dict)
-    from_zero: bool = False
 
 
 def by_run(
-    title: str, runs: Sequence[RunFiles], read: Callable[[RunFiles], Sequence[Interval | None]], **options: Any
+    title: str, runs: Sequence[RunFiles], values: Sequence[Sequence[Interval | None]], **options: Any
 ) -> DotPanel:
     """Return a panel with a series for each run, in its own colour; `options` are those of `DotPanel`."""
-    return DotPanel(title, [Dots(run.name, read(run), place, place) for place, run in enumerate(runs)], **options)
+    pairs = zip(runs, values, strict=True)
+    return DotPanel(title, [Dots(run.name, found, place, place) for place, (run, found) in enumerate(pairs)], **options)
 
 
 def line_colour(style: int) -> str:
@@ -177,16 +176,13 @@ def _line_panel(axis: Axes, panel: LinePanel) -> None:
         paint = line_colour(line.style)
         if line.low:
             axis.fill_between(line.x, line.low, line.high, color=paint, alpha=0.11, linewidth=0)
-        width, marker = (0.9, "") if line.thin else (1.8, MARKERS[max(line.style, 0) % len(MARKERS)])
-        alpha = 0.55 if line.thin else 1.0
         axis.plot(
             line.x,
             line.y,
-            marker=marker,
+            marker=MARKERS[max(line.style, 0) % len(MARKERS)],
             markersize=4,
             color=paint,
-            linewidth=width,
-            alpha=alpha,
+            linewidth=1.8,
             linestyle=DASHES[line.dash % len(DASHES)],
             label=line.name,
         )
@@ -207,8 +203,6 @@ def _line_panel(axis: Axes, panel: LinePanel) -> None:
         axis.xaxis.set_major_locator(FixedLocator(list(panel.ticks)))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: panel.ticks.get(value, "")))
         axis.xaxis.set_minor_locator(NullLocator())
-    if panel.from_zero:
-        axis.set_ylim(bottom=0)
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:

@@ -36,24 +36,19 @@ class Scale:
     edges: tuple[Number, ...]
 
     @classmethod
-    def even(
-        cls, title: str, values: Iterable[Number | None] = (), low: Number | None = None, high: Number | None = None
-    ) -> Scale:
-        """Return a scale of equal steps from the least to the greatest number, or between the given ends."""
-        found = _finite(values)
-        low = min(found, default=0.0) if low is None else low
-        high = max(found, default=1.0) if high is None else high
+    def even(cls, title: str, low: Number, high: Number) -> Scale:
+        """Return a scale of equal steps."""
         high = high if high > low else low + 1.0
         return cls(title, tuple(low + (high - low) * i / LEVELS for i in range(LEVELS + 1)))
 
     @classmethod
     def fitting(cls, title: str, values: Iterable[Number | None]) -> Scale:
         """Return equal steps, or equal ratios if positive numbers span a factor above 30; then at most 1,000."""
-        found = _finite(values)
+        found = [value for value in values if value is not None and isfinite(value)]
         high = max(found, default=1.0)
         low = min((value for value in found if value > 0), default=high)
         if high <= 0 or high / low <= 30:
-            return cls.even(title, found, low=min(0.0, *found, 0.0))
+            return cls.even(title, min(0.0, *found, 0.0), high)
         low = max(low, high / 1000)
         return cls(f"{title} (logarithmic)", tuple(low * (high / low) ** (i / LEVELS) for i in range(LEVELS + 1)))
 
@@ -178,7 +173,3 @@ def _ink(level: int | None) -> str:
 def _ticks(set_ticks: Callable[..., object], names: Sequence[str], step: int) -> None:
     chosen = range(0, len(names), step)
     set_ticks([index + 0.5 for index in chosen], [names[index] for index in chosen])
-
-
-def _finite(values: Iterable[Number | None]) -> list[Number]:
-    return [value for value in values if value is not None and isfinite(value)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from linearize.training.allocation import Allocation
 
 CONTROLS = ("window_finetuned", "equal_finetuned", "exact_finetuned", "teacher_finetuned")
 _AGAIN = "restore the file, or measure again (`linearize run`, `linearize eval`)"
-_POINTS = 300  # the most points of a training curve; longer ones are averaged over neighbours, as the page says
 
 
 class RunRecord(Record):
@@ -57,21 +56,17 @@ class StageRecord(Record):
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Loss against training tokens, averaged over the stage's units (layers, or the model)."""
-
-    tokens: list[int] = field(default_factory=list)
-    loss: list[Number] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
 class Stage:
-    """The files of one training stage: its result (None while it runs), and its curves (empty in a copy)."""
+    """The files of one training stage.
 
-    name: str
+    Attributes:
+        result: None while the stage runs.
+        held_out: training tokens and held-out loss (mean over layers, or of the model) of each evaluation; empty in a
+            copy.
+    """
+
     result: StageRecord | None
-    training: Curve
-    held_out: Curve
+    held_out: list[tuple[int, Number]]
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,7 @@ def load_run(folder: Path, results: Results | None = None) -> RunFiles:
     if not (results.measured or results.short or results.task or "short" in results.not_measured):
         raise UserError(f"{path}: expected measurements, found none; {_AGAIN}")
     recipe = _read_recipe(folder / "recipe.yaml")
-    stages = [_stage(folder, name) for name in (*TRAINING_STAGES, *(f"controls/{name}" for name in CONTROLS))]
+    stages = {name: _stage(folder, name) for name in (*TRAINING_STAGES, *(f"controls/{name}" for name in CONTROLS))}
     return RunFiles(
         folder,
         folder.resolve().name,
@@ -214,7 +209,7 @@ def load_run(folder: Path, results: Results | None = None) -> RunFiles:
         "" if recipe is None else (folder / "recipe.yaml").read_text(encoding="utf-8"),
         _read(Plan, folder / "plan.json"),
         _read(RunRecord, folder / "run.json"),
-        {stage.name: stage for stage in stages if stage is not None},
+        {name: stage for name, stage in stages.items() if stage is not None},
         _read(Allocation, folder / "allocation.json"),
     )
 
@@ -250,7 +245,7 @@ def _read_recipe(path: Path) -> Recipe | None:
 
 
 class _Event(BaseModel):
-    """The fields of a line of metrics.jsonl that curves need."""
+    """The fields of a line of metrics.jsonl that are read."""
 
     event: str
     tokens: int
@@ -264,20 +259,7 @@ def _stage(folder: Path, name: str) -> Stage | None:
     events = _read_events(metrics) if metrics.is_file() else []
     if result is None and not events:
         return None
-    steps, evaluations = (_curve([e for e in events if e.event == event]) for event in ("step", "evaluation"))
-    return Stage(name, result, _thinned(steps), evaluations)
-
-
-def _curve(events: list[_Event]) -> Curve:
-    return Curve([event.tokens for event in events], [event.loss for event in events])
-
-
-def _thinned(curve: Curve) -> Curve:
-    """Return at most `_POINTS` points, each the mean of equally many neighbours."""
-    size = -(-len(curve.loss) // _POINTS) or 1
-    starts = range(0, len(curve.loss), size)
-    chunks = [(curve.tokens[i : i + size], curve.loss[i : i + size]) for i in starts]
-    return Curve([tokens[-1] for tokens, _ in chunks], [sum(loss) / len(loss) for _, loss in chunks])
+    return Stage(result, [(event.tokens, event.loss) for event in events if event.event == "evaluation"])
 
 
 def _read_events(path: Path) -> list[_Event]:

@@ -8,15 +8,13 @@ from dataclasses import replace
 from linearize.report.html import Section, Text
 from linearize.report.load import RunFiles
 from linearize.report.sections import (
-    attention,
     costs,
-    memory,
+    heads,
     positions,
     quality,
     recall,
     recipe,
     scores,
-    short,
     tasks,
     training,
 )
@@ -37,13 +35,13 @@ _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFil
     (recipe.recipe, lambda run: True),
     (training.training, lambda run: True),
     (scores.scores, lambda run: run.task is not None),
-    (short.short, lambda run: run.results.short is not None),
+    (quality.short, lambda run: run.results.short is not None),
     (quality.quality, _of_text),
     (positions.positions, _of_text),
     (quality.agreement, _of_text),
     (recall.recall, _of_text),
-    (attention.fidelity, _with_heads),
-    (memory.memory, lambda run: run.allocation is not None),
+    (heads.fidelity, _with_heads),
+    (heads.memory, lambda run: run.allocation is not None),
     (tasks.tasks, _of_text),
     (costs.speed, _of_text),
     (tasks.generations, _of_text),

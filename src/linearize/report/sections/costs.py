@@ -8,8 +8,8 @@ from typing import Any
 from linearize.evaluation.timings import Spread
 from linearize.report import tables
 from linearize.report.figures import Line, LinePanel, curves
-from linearize.report.findings import faster, memory, speeds
-from linearize.report.html import Block, Figure, Section, Table, Text
+from linearize.report.findings import speeds
+from linearize.report.html import Block, Figure, Section, Table
 from linearize.report.load import RunFiles
 from linearize.report.numbers import DASH, count, duration, milliseconds, plain
 from linearize.report.unmeasured import not_measured
@@ -19,9 +19,6 @@ def speed(runs: Sequence[RunFiles]) -> Section:
     """Return the section with prefill, generation and memory by the length of the prompt."""
     measured = [run for run in runs if run.results.speed]
     blocks: list[Block] = [_speed(measured)] if measured else []
-    for run in measured:
-        said = [memory(speeds(run)), *faster(speeds(run), run.results.crossover)]
-        blocks.append(Text(run.prefix + " ".join(finding.words for finding in said if finding is not None)))
     blocks += not_measured(runs, "speed")
     return Section("speed", "Speed and memory", blocks)
 

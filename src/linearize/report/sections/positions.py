@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from linearize.evaluation.agreement import PositionLosses
 from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, label
@@ -28,31 +29,20 @@ _CURVES = ("teacher", "student", "window_finetuned", "equal_finetuned", "exact_f
 
 def positions(runs: Sequence[RunFiles]) -> Section:
     """Return the section on loss by the token's position in its document (SUPRA, Fig. 3)."""
-    measured = [run for run in runs if run.results.positions]
-    blocks: list[Block] = []
-    if measured:
-        blocks.append(_by_position(measured))
+    measured = [(run, found) for run in runs if (found := run.results.positions)]
+    blocks: list[Block] = [_by_position(measured)] if measured else []
     blocks += not_measured(runs, "positions")
-    return Section(
-        "positions",
-        "Loss by position",
-        blocks,
-        summary="The loss of a model that uses long context keeps falling along a document. The loss of a "
-        "model that sees its window only stops falling there."
-        if measured
-        else "",
+    summary = (
+        "The loss of a model that uses long context keeps falling along a document. The loss of a model that sees its "
+        "window only stops falling there."
     )
+    return Section("positions", "Loss by position", blocks, summary=summary if measured else "")
 
 
-def _by_position(runs: Sequence[RunFiles]) -> Figure:
+def _by_position(measured: Sequence[tuple[RunFiles, PositionLosses]]) -> Figure:
     panels, groups, said = [], [], []
-    columns: dict[str, None] = {}
-    for run in runs:
-        if run.results.positions is not None:
-            columns |= dict.fromkeys(run.results.positions.losses)
-    for run in runs:
-        found = run.results.positions
-        assert found is not None
+    columns = list(dict.fromkeys(name for _, found in measured for name in found.losses))
+    for run, found in measured:
         bins = bin_names(found.edges)
         lines = []
         for name in _CURVES:
@@ -68,29 +58,15 @@ def _by_position(runs: Sequence[RunFiles]) -> Figure:
         stride = max(1, -(-len(bins) // 5))
         ticks = {float(i): name for i, name in enumerate(bins) if i % stride == 0}
         panels.append(LinePanel(f"{run.prefix}loss", lines, "position, tokens", "nats per token", ticks=ticks))
-        if above := above_teacher(lines):
-            panels.append(LinePanel(f"{run.prefix}loss minus the teacher's", above, "position, tokens", ticks=ticks))
         losses = [found.losses.get(name, [None] * len(bins)) for name in columns]
         rows = [[place, *(with_interval(x[i]) for x in losses)] for i, place in enumerate(bins)]
         groups.append(Group(rows, run.group))
     return Figure(
         "Held-out loss by position in the document",
         curves("positions", "Loss by position. " + "; ".join(said), panels, height=300),
-        "Means over the tokens of each bin of positions, with bands of 95 % intervals. The differences from the "
-        "teacher are differences of means, without intervals.",
+        "Means over the tokens of each bin of positions, with bands of 95 % intervals.",
         Table("Loss by position, nats per token", ["positions", *map(label, columns)], groups, collapsed=True),
     )
-
-
-def above_teacher(lines: Sequence[Line]) -> list[Line]:
-    """Return each other line minus the teacher's, where both have a point."""
-    teacher = next((dict(zip(line.x, line.y, strict=True)) for line in lines if line.name == label("teacher")), {})
-    found = []
-    for line in lines:
-        points = [(x, y - teacher[x]) for x, y in zip(line.x, line.y, strict=True) if x in teacher]
-        if points and line.name != label("teacher"):
-            found.append(Line(line.name, [x for x, _ in points], [y for _, y in points], line.style))
-    return found
 
 
 def bin_names(edges: Sequence[int]) -> list[str]:

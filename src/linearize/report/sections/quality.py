@@ -1,12 +1,10 @@
-"""The sections on held-out loss of every candidate, and on agreement with the teacher by token."""
+"""The sections on the short evaluation, on losses of every candidate, and on agreement with the teacher by token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linearize.evaluation.agreement import Agreement
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.intervals import Interval
 from linearize.report import tables
 from linearize.report.figures import by_run, dots
 from linearize.report.html import Block, Figure, Group, Section, Table
@@ -32,16 +30,12 @@ def quality(runs: Sequence[RunFiles]) -> Section:
 
 def _losses(runs: Sequence[RunFiles]) -> Figure:
     names = [name for name in LABELS if any(run.measured(name) for run in runs)]
-
-    def losses(run: RunFiles) -> list[Interval | None]:
-        return [line and line.quality.loss for line in map(run.measured, names)]
-
-    def losses_beyond(run: RunFiles) -> list[Interval | None]:
-        return [line and line.quality.beyond for line in map(run.measured, names)]
-
+    lines = [list(map(run.measured, names)) for run in runs]
+    overall = [[line and line.quality.loss for line in found] for found in lines]
+    beyond = [[line and line.quality.beyond for line in found] for found in lines]
     panels = [
-        by_run("all tokens", runs, losses, cut=True),
-        by_run(f"tokens beyond the window{tables.window(runs)}", runs, losses_beyond, cut=True),
+        by_run("all tokens", runs, overall, cut=True),
+        by_run(f"tokens beyond the window{tables.window(runs)}", runs, beyond, cut=True),
     ]
     numbers = tables.losses(runs)
     return Figure(
@@ -56,20 +50,16 @@ def _losses(runs: Sequence[RunFiles]) -> Figure:
 def _differences(runs: Sequence[RunFiles]) -> Figure:
     names = [name for name in LABELS if any(run.comparison(name) for run in runs)]
     rows = [f"against {label(name)}" for name in names]
-
-    def overall(run: RunFiles) -> list[Interval | None]:
-        return [line and line.overall for line in map(run.comparison, names)]
-
-    def beyond(run: RunFiles) -> list[Interval | None]:
-        return [line and line.beyond for line in map(run.comparison, names)]
-
+    lines = [list(map(run.comparison, names)) for run in runs]
+    overall = [[line and line.overall for line in found] for found in lines]
+    beyond = [[line and line.beyond for line in found] for found in lines]
     panels = [
         by_run("all tokens", runs, overall, zero=True, cut=True),
         by_run(f"tokens beyond the window{tables.window(runs)}", runs, beyond, zero=True, cut=True),
     ]
     groups = []
-    for run in runs:
-        columns = ([with_interval(x, sign=True) for x in values(run)] for values in (overall, beyond))
+    for run, *values in zip(runs, overall, beyond, strict=True):
+        columns = ([with_interval(x, sign=True) for x in column] for column in values)
         groups.append(Group(list(map(list, zip(rows, *columns, strict=True))), run.group))
     caption = "Student's loss minus the other's, nats per token"
     numbers = Table(caption, ["", "all tokens", "beyond the window"], groups)
@@ -82,33 +72,27 @@ def _differences(runs: Sequence[RunFiles]) -> Figure:
     )
 
 
+def short(runs: Sequence[RunFiles]) -> Section:
+    """Return the section with the table of the short evaluation."""
+    summary = "Each context is read in one call; the text that follows and the questions for needles in one more."
+    return Section("short", "Short evaluation", [tables.short(runs)], summary=summary)
+
+
 def agreement(runs: Sequence[RunFiles]) -> Section:
     """Return the section on equal most likely tokens, and on the KL between student and teacher."""
     measured = [run for run in runs if run.results.agreement]
     blocks: list[Block] = [_agreement(measured)] if measured else []
     blocks += not_measured(runs, "agreement")
-    return Section(
-        "agreement",
-        "Agreement with the teacher",
-        blocks,
-        summary="Predictions can change while the loss stays the same. This section compares them token by token."
-        if measured
-        else "",
-    )
+    summary = "Predictions can change while the loss stays the same. This section compares them token by token."
+    return Section("agreement", "Agreement with the teacher", blocks, summary=summary if measured else "")
 
 
 def _agreement(runs: Sequence[RunFiles]) -> Figure:
-    def top1(run: RunFiles) -> list[Interval | None]:
-        return [_of(run).top1, _of(run).top1_beyond]
-
-    def kl(run: RunFiles) -> list[Interval | None]:
-        return [_of(run).kl, _of(run).kl_beyond]
-
+    found = [agreed for run in runs if (agreed := run.results.agreement)]
     panels = [
-        by_run("same likeliest token", runs, top1, write=lambda value: share(value, 0)),
-        by_run("KL(teacher || student), nats per token", runs, kl),
+        by_run("same likeliest token", runs, [[x.top1, x.top1_beyond] for x in found], write=share),
+        by_run("KL(teacher || student), nats per token", runs, [[x.kl, x.kl_beyond] for x in found]),
     ]
-    found = [_of(run) for run in runs]
     lines = [
         ["same likeliest token", *(percent(x.top1) for x in found)],
         ["same likeliest token, beyond the window", *(percent(x.top1_beyond) for x in found)],
@@ -124,8 +108,3 @@ def _agreement(runs: Sequence[RunFiles]) -> Figure:
         "With 95 % intervals. KL(teacher || student): what the student would lose on text that the teacher wrote.",
         numbers,
     )
-
-
-def _of(run: RunFiles) -> Agreement:
-    assert run.results.agreement is not None
-    return run.results.agreement

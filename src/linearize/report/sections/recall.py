@@ -55,7 +55,7 @@ def _copying(runs: Sequence[RunFiles]) -> Figure:
 
     names = [name for name in LABELS if any(gain(run, name) for run in runs)]
     title = "loss on the first copy minus loss on the second, nats per token"
-    panel = by_run(title, runs, lambda run: [gain(run, name) for name in names], zero=True)
+    panel = by_run(title, runs, [[gain(run, name) for name in names] for run in runs], zero=True)
     numbers = tables.copying(runs)
     return Figure(
         "Copying random tokens from beyond the window",
@@ -77,6 +77,6 @@ def _grids(name: str, found: Sequence[tuple[RunFiles, Retrieval]]) -> Figure:
             panels.append(Panel(run.prefix + label(model), task.models[model], rows, columns))
     verdicts = " ".join(_said(*pair) for pair in found)
     words = f"{capital(first.words).rstrip('.')}. {first.count} trials per cell. {verdicts}"
-    scale = Scale.even("share of trials that are right", low=0.0, high=1.0)
+    scale = Scale.even("share of trials that are right", 0.0, 1.0)
     axes = first.rows, first.columns
     return grids(f"recall-{name.replace('_', '-')}", title, words, panels, scale, axes, share, verdicts)

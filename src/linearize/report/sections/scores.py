@@ -1,8 +1,8 @@
-"""The section on a task with scores: all candidates, differences, and the share of the teacher's score."""
+"""The section on a task with scores: all candidates, and paired differences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.intervals import Interval
@@ -11,7 +11,7 @@ from linearize.report import tables
 from linearize.report.figures import DotPanel, by_run, dots
 from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, label
-from linearize.report.numbers import DASH, capital, count, percent, what, with_interval
+from linearize.report.numbers import capital, count, what, with_interval
 from linearize.report.unmeasured import missing_controls
 
 _ACROSS = 3  # panels side by side
@@ -20,15 +20,12 @@ Read = Callable[[RunFiles, str, str], Interval | None]
 
 
 def scores(runs: Sequence[RunFiles]) -> Section:
-    """Return the section with scores of all candidates, paired differences, and the share of the teacher's score."""
+    """Return the section with scores of all candidates, and paired differences."""
     names = list(dict.fromkeys(metric for run in runs if run.task for metric in run.task.metrics))
     chunks = [names[start : start + _ACROSS] for start in range(0, len(names), _ACROSS)]
     blocks: list[Block] = [_scores(runs, metrics) for metrics in chunks]
     compared = [run for run in runs if run.task and run.task.differences]
     blocks += [_differences(compared, metrics) for metrics in chunks if compared]
-    if kept := list(_kept(runs, names)):
-        columns = ["", *(run.name for run in runs)]
-        blocks.append(Table.of("What the student retains of its teacher", columns, kept))
     blocks += missing_controls([run for run in runs if not run.is_language_model])
     summary = "; ".join(f"{run.prefix}{_about(run)}" for run in runs)
     return Section(
@@ -85,19 +82,9 @@ def _panels(
     runs: Sequence[RunFiles], metrics: Sequence[str], names: Sequence[str], read: Read, zero: bool = False
 ) -> list[DotPanel]:
     return [
-        by_run(title(metric), runs, lambda run, metric=metric: [read(run, name, metric) for name in names], zero=zero)
+        by_run(title(metric), runs, [[read(run, name, metric) for name in names] for run in runs], zero=zero)
         for metric in metrics
     ]
-
-
-def _kept(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Iterator[list[str]]:
-    """Yield rows for which at least one run has a number."""
-    rows = [
-        [f"{title(metric)}, share of the teacher's", *(percent(run.recovery(metric)) for run in runs)]
-        for metric in metrics
-    ]
-    rows.append(["same answer as the teacher", *(percent(run.agreement("student")) for run in runs)])
-    yield from (row for row in rows if set(row[1:]) != {DASH})
 
 
 def _titles(metrics: Sequence[str]) -> str:

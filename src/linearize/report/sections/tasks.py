@@ -52,7 +52,7 @@ def _tasks(runs: Sequence[RunFiles]) -> Figure:
             if all(pair):
                 said.append(f"{run.prefix}{row[0]}: student {_with_error(pair[0])}, teacher {_with_error(pair[1])}")
         groups.append(Group(lines, run.group))
-    panel = DotPanel("", series, write=lambda value: share(value, 0))
+    panel = DotPanel("", series, write=share)
     return Figure(
         "Downstream tasks",
         dots("tasks", f"Scores. {'; '.join(said)}", [f"{task} ({metric})" for task, metric in rows], [panel]),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.html import Block, Figure, Section, Table, Text
 from linearize.report.load import TRAINING_STAGES, RunFiles
-from linearize.report.numbers import Number, count, duration, loss, plain, share
+from linearize.report.numbers import DASH, Number, count, duration, loss, plain, share
 from linearize.report.unmeasured import not_measured
 
 TITLES = {
@@ -28,7 +28,7 @@ _PANELS = {
 
 def training(runs: Sequence[RunFiles]) -> Section:
     """Return the section with curves (if there are metrics), results of each stage, and transfer by layer."""
-    with_curves = [run for run in runs if any(stage.held_out.loss for stage in run.stages.values())]
+    with_curves = [run for run in runs if any(stage.held_out for stage in run.stages.values())]
     blocks: list[Block] = [_curves(with_curves)] if with_curves else []
     staged = [run for run in runs if run.stages]
     if staged:
@@ -50,29 +50,22 @@ def _curves(runs: Sequence[RunFiles]) -> Figure:
         for place, run in enumerate(runs):
             for dash, name in enumerate(names):
                 stage = run.stages.get(name)
-                if stage is None or not stage.held_out.loss:
+                if stage is None or not stage.held_out:
                     continue
                 style = place if run.beside_others else dash
                 what = TITLES[name].removeprefix("control: ") if name.startswith("controls/") else "student"
-                if stage.training.loss and name == "transfer":
-                    lines.append(Line("", stage.training.tokens, stage.training.loss, style, thin=True, dash=dash))
-                lines.append(Line(run.prefix + what, stage.held_out.tokens, stage.held_out.loss, style, dash=dash))
+                tokens, losses = zip(*stage.held_out, strict=True)
+                lines.append(Line(run.prefix + what, tokens, losses, style, dash=dash))
                 where = run.prefix + TITLES[name]
-                first, last = stage.held_out.loss[0], stage.held_out.loss[-1]
-                said.append(f"{where}: from {loss(first)} to {loss(last)}")
-                rows += [
-                    [where, count(tokens), loss(value)]
-                    for tokens, value in zip(stage.held_out.tokens, stage.held_out.loss, strict=True)
-                ]
+                said.append(f"{where}: from {loss(losses[0])} to {loss(losses[-1])}")
+                rows += [[where, count(x), loss(value)] for x, value in stage.held_out]
         if lines:
             log = title == "Attention transfer"
             panels.append(LinePanel(title, lines, "training tokens", "loss", log_y=log))
     return Figure(
         "Loss during training",
         curves("training-curves", "Held-out loss during training. " + "; ".join(said), panels, height=270),
-        "Dots: held-out loss at each evaluation. For attention transfer, losses are means over layers, and a thin line "
-        "has the loss on the training batches (averaged over steps if there are many). Fine-tuning has no such line, "
-        "because the loss differs more between batches than training changes it.",
+        "Held-out loss at each evaluation. For attention transfer, losses are means over layers.",
         Table.of("Held-out loss at each evaluation", ["stage", "training tokens", "loss"], rows, collapsed=True),
     )
 
@@ -80,11 +73,10 @@ def _curves(runs: Sequence[RunFiles]) -> Figure:
 def _results(runs: Sequence[RunFiles]) -> Table:
     rows = []
     for run in runs:
-        for stage in run.stages.values():
-            name = run.prefix + TITLES[stage.name]
-            result = stage.result
+        for key, stage in run.stages.items():
+            name, result = run.prefix + TITLES[key], stage.result
             if result is None:
-                rows.append([name, "unfinished", *["\N{EN DASH}"] * 5])
+                rows.append([name, "unfinished", *[DASH] * 5])
                 continue
             first, best = _mean(result.initial_loss), _mean(result.best_loss)
             rows.append(
