@@ -6,7 +6,7 @@ import json
 
 import yaml
 
-from linearize.report.findings import findings, sentences
+from linearize.report.findings import sentences, sides
 from linearize.report.load import RunFiles
 from linearize.report.markdown import bullets, code, escaped, fenced, table
 from linearize.report.numbers import count
@@ -19,7 +19,6 @@ _LIMITS = {
     "teacher": "The student has the teacher's errors, because it was made to match the teacher.",
 }
 _READERS = {"image-classification": "AutoImageProcessor", "image-feature-extraction": "AutoImageProcessor"}
-_SIDES = {"win": "Kept or better", "loss": "Lost or worse", "open": "Not decided", "fact": "Also measured"}
 
 
 def evaluation_page(run: RunFiles) -> str:
@@ -46,10 +45,7 @@ model = {model}.from_pretrained({json.dumps(name, ensure_ascii=False)})
         "## Results\n",
         *map(table, of_run(run)),
     ]
-    found = findings(run)
-    for kind, heading in _SIDES.items():
-        if words := [finding.words for finding in found if finding.kind == kind]:
-            parts.append(f"### {heading}\n\n{bullets(words)}")
+    parts += [f"### {heading}\n\n{bullets(lines)}" for _, heading, lines in sides(run)]
     parts.append(f"## Limits\n\n{bullets([*_scope(run), *missing_sections(run), *_limits(run)])}")
     if run.recipe:
         parts.append(f"## Recipe\n\n{fenced('yaml', run.recipe_text)}")

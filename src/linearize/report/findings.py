@@ -109,6 +109,19 @@ def findings(run: RunFiles) -> list[Finding]:
     return [*verdict(run), *_known(more)]
 
 
+def sides(run: RunFiles) -> list[tuple[Kind, str, list[str]]]:
+    """Return the sentences of all findings by kind, with a heading; kinds without findings are left out."""
+    headings: dict[Kind, str] = {
+        "win": "Kept or better",
+        "loss": "Lost or worse",
+        "open": "Not decided",
+        "fact": "Also measured",
+    }
+    every = findings(run)
+    by_kind = ((kind, heading, [x.words for x in every if x.kind == kind]) for kind, heading in headings.items())
+    return [side for side in by_kind if side[2]]
+
+
 def sentences(run: RunFiles) -> list[str]:
     """Return the sentences of all findings, and those about missing measurements."""
     return [*(finding.words for finding in findings(run)), *missing_sections(run)]
@@ -184,12 +197,6 @@ def _side_of_half(found: Interval) -> Kind:
 
 
 # --- the short evaluation ---------------------------------------------------------------------------------------------
-
-
-def short_findings(run: RunFiles) -> list[Finding]:
-    """Return all findings of the short evaluation."""
-    quality = (short_quality(run, way) for way in PREFILL_COSTS)
-    return [*_known([*quality, short_memory(run), prefill(run), short_speed(run)])]
 
 
 def short_quality(run: RunFiles, way: str) -> Finding | None:
@@ -417,10 +424,10 @@ def speeds(run: RunFiles, model: str | None = None) -> list[Speed]:
 
 def memory(entries: Sequence[Speed]) -> Finding | None:
     """Return the sentence on the student's memory, and on the length from which the teacher's is larger."""
-    sizes: dict[str, dict[int, int]] = {"student": {}, "teacher": {}}
-    for entry in entries:
-        sizes.setdefault(entry.model, {})[entry.prompt_length + entry.new_tokens] = entry.cache_bytes
-    student, teacher = sizes["student"], sizes["teacher"]
+    student, teacher = (
+        {entry.prompt_length + entry.new_tokens: entry.cache_bytes for entry in entries if entry.model == model}
+        for model in ("student", "teacher")
+    )
     if len(student) < 2 or student.keys() != teacher.keys():
         return None
     short, long = min(student), max(student)

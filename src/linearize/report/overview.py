@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from linearize.evaluation.metrics import title
 from linearize.hf.prefill import FULL, STREAMING
-from linearize.planning.results import TRAINING_STAGES
-from linearize.report.findings import Finding, findings, speeds, verdict
+from linearize.report.findings import Finding, Kind, sides, speeds, verdict
 from linearize.report.html import Table, Text
-from linearize.report.load import RunFiles
-from linearize.report.numbers import DASH, count, memory_size, milliseconds, percent, plain, scaled, what, with_interval
+from linearize.report.load import RunFiles, label
+from linearize.report.numbers import DASH, count, memory_size, milliseconds, percent, scaled, what, with_interval
 
 
 @dataclass(frozen=True)
@@ -21,17 +20,11 @@ class Overview:
     name: str
     about: str
     verdict: Sequence[Finding]
-    wins: Sequence[Finding]
-    losses: Sequence[Finding]
-    undecided: Sequence[Finding]
-    facts: Sequence[Finding]
+    sides: Sequence[tuple[Kind, str, list[str]]]
 
 
 def overview(run: RunFiles) -> Overview:
-    top = verdict(run)
-    every = findings(run)
-    sides = ([finding for finding in every if finding.kind == kind] for kind in ("win", "loss", "open", "fact"))
-    return Overview(run.name, _about(run), top, *sides)
+    return Overview(run.name, _about(run), verdict(run), sides(run))
 
 
 def _about(run: RunFiles) -> str:
@@ -123,42 +116,19 @@ def _key_numbers(run: RunFiles) -> dict[str, str]:
     for name, model in (("Loss of the student, nats per token", "student"), ("Loss of the teacher", "teacher")):
         if (line := run.measured(model)) is not None:
             found[name] = with_interval(line.quality.loss)
-    for other, whom in _COMPARED.items():
-        if (line := run.comparison(other)) is not None:
-            found[f"Student minus {whom}, paired"] = with_interval(line.overall, sign=True)
-            if other == "window_finetuned":
-                found["the same, beyond the window"] = with_interval(line.beyond, sign=True)
+    for line in results.comparisons:
+        found[f"Student minus {label(line.other)}, paired"] = with_interval(line.overall, sign=True)
+        if line.other == "window_finetuned":
+            found["the same, beyond the window"] = with_interval(line.beyond, sign=True)
     if results.far_context is not None:
         found["Kept of the teacher's gain beyond the window"] = percent(results.far_context.share)
     if results.copying is not None:
         found["Kept of the teacher's copying"] = percent(results.copying.share)
-    if results.agreement is not None:
-        found["Same likeliest token as the teacher"] = percent(results.agreement.top1)
-        found["KL(teacher || student), nats per token"] = with_interval(results.agreement.kl)
-    if results.generations is not None:
-        found["Generated tokens that agree with the teacher"] = percent(results.generations.agreement)
     for model in ("student", "teacher"):
         if entries := speeds(run, model):
             where = f"(at {count(entries[-1].prompt_length)} tokens)"
             found[f"Cache of the {model}"] = f"{memory_size(entries[-1].cache_bytes)} {where}"
             found[f"Per generated token, {model}"] = f"{milliseconds(entries[-1].decode.median)} ms {where}"
-    found["Training tokens, all stages of the student"] = plain(_tokens(run))
     for task in results.retrieval:
         found[f"Recall recovered: {task.name.replace('_', ' ')}"] = percent(task.recovery)
     return {name: text for name, text in found.items() if text != DASH}
-
-
-_COMPARED = {
-    "teacher": "teacher",
-    "window_finetuned": "window-only control",
-    "equal_finetuned": "window of equal bytes",
-    "exact_finetuned": "the same memory without linear parts",
-    "ablated": "itself without the linear part",
-}
-
-
-def _tokens(run: RunFiles) -> int | None:
-    results = [run.stages[name].result for name in TRAINING_STAGES if name in run.stages]
-    if not results or None in results:
-        return None
-    return sum(result.tokens for result in results if result is not None)
