@@ -215,18 +215,3 @@ def test_bench_of_two_batch_sizes_has_a_crossover_for_each() -> None:
     data = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert [c["batch_size"] for c in data["crossovers"]] == [1, 2] and len(data["speed"]) == 8
     assert data["speed"][0].keys() >= {"batch_size", "new_tokens", "prefill_bytes"}
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (dict(batch_sizes=[0]), "batch sizes: expected 1 or more, found 0"),
-        (dict(prompt_lengths=[]), "prompt lengths: expected 1 or more, found none"),
-        (dict(new_tokens=0), "new tokens: expected 1 or more, found 0"),
-        (dict(repeats=-1), "repeats: expected 1 or more, found -1"),
-    ],
-)
-def test_bench_of_nothing_is_refused(llama, wrong, message) -> None:
-    right: dict[str, Any] = dict(batch_sizes=[1], prompt_lengths=[4], new_tokens=1, repeats=1, seed=0)
-    with pytest.raises(UserError, match=message):
-        bench(llama, llama, **(right | wrong))

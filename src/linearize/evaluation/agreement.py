@@ -97,8 +97,7 @@ def logit_agreement(
     if measured[0].beyond_missing(window_size) is None:
         beyond = [x.beyond(window_size).totals() for x in measured[:2]]
         top1_beyond, kl_beyond = intervals(beyond, samples=samples, seed=seed)
-    counts = {"tokens": int(mask.sum()), "documents": measured[0].documents}
-    return Agreement(top1, kl, reverse_kl, top1_beyond, kl_beyond, **counts)
+    return Agreement(top1, kl, reverse_kl, top1_beyond, kl_beyond, int(mask.sum()), measured[0].documents)
 
 
 def _logits(model: nn.Module, rows: PackedRows, index: Int[Tensor, " B"]) -> Float[Tensor, "B L V"]:
