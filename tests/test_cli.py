@@ -25,9 +25,9 @@ import torch
 import linearize
 import linearize_cli
 from linearize.recipe import Recipe, recipe_names
+from linearize.report.card import bullets
 from linearize.report.findings import sentences
 from linearize.report.load import load_run
-from linearize.report.markdown import bullets
 from linearize.run import pipeline
 from linearize.training import resumption as checkpoint
 from tests import tiny

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from linearize.evaluation.results import Results
 from linearize.recipe import Recipe
-from linearize.report import markdown
+from linearize.report import card
 from linearize.report.card import model_card
 from linearize.report.load import RunFiles, RunRecord, load_run
 from tests.report import sample, task_sample
@@ -81,17 +81,17 @@ def kinds(text: str) -> list[str]:
 def test_a_text_is_shown_as_it_is(hostile: str) -> None:
     line = " ".join(hostile.split())
     for before, after in (("", ""), ("- ", ""), ("# ", ""), ("before ", " after")):
-        found = tokens(f"{before}{markdown.escaped(hostile)}{after}\n")
+        found = tokens(f"{before}{card.escaped(hostile)}{after}\n")
         assert [kind for kind, _ in found] == kinds(f"{before}x{after}\n")
         shown = "".join(content for kind, content in found if kind == "text")
         assert shown == f"{before.strip('-# ')}{' ' if before == 'before ' else ''}{line}{after}"
-    assert ("code_inline", line) in tokens(markdown.code(hostile))
-    assert tokens(markdown.fenced("yaml", f"{hostile}\n")) == [("fence", f"{hostile}\n")]
+    assert ("code_inline", line) in tokens(card.code(hostile))
+    assert tokens(card.fenced("yaml", f"{hostile}\n")) == [("fence", f"{hostile}\n")]
 
 
 def test_intervals_are_left_as_they_are() -> None:
     text = "The student is 0.007 better [\u22120.012, +0.002], 1,234 [1,000, 2,000]."
-    assert markdown.escaped(text) == text
+    assert card.escaped(text) == text
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
