@@ -14,7 +14,7 @@ from linearize.report.findings import per_head_budget, sentences
 from linearize.report.html import Block, Figure, Prompts, Text
 from linearize.report.load import RunFiles
 from linearize.report.numbers import THIN
-from linearize.report.sections import costs, heads, positions, recall, recipe, tasks, training
+from linearize.report.sections import costs, heads, quality, recall, recipe, tasks, training
 from linearize.training.allocation import Allocation
 from tests.report import sample
 
@@ -34,7 +34,7 @@ def texts(blocks: Any) -> list[str]:
 
 
 def test_bins_are_named_by_the_positions_they_hold() -> None:
-    assert positions.bin_names([0, 1, 2, 4, 1024, 1025]) == ["0", "1", "2\u20133", "4\u20131,023", "1,024"]
+    assert quality.bin_names([0, 1, 2, 4, 1024, 1025]) == ["0", "1", "2\u20133", "4\u20131,023", "1,024"]
 
 
 def test_recipes_are_compared_field_by_field() -> None:
@@ -48,7 +48,7 @@ def test_recipes_are_compared_field_by_field() -> None:
 
 def test_loss_by_position(read: Read) -> None:
     losses = {"teacher": [None, sample.interval(2.0, 0.1)], "student": [None, sample.interval(2.5, 0.1)]}
-    section = positions.positions([read(positions={"edges": [0, 1, 3], "documents": [40, 40], "losses": losses})])
+    section = quality.positions([read(positions={"edges": [0, 1, 3], "documents": [40, 40], "losses": losses})])
     found = figure(section.blocks, "Held-out loss by position in the document")
     assert rows(found)[1] == ["1\u20132", "2.000 [1.900, 2.100]", "2.500 [2.400, 2.600]"]
     assert "student, at positions 1\u20132: 2.500" in found.svg
@@ -84,13 +84,13 @@ def test_texts_are_marked_from_where_the_student_leaves_the_teacher(read: Read) 
     given["samples"] = [{"prompt": "p", "reference": "r", "teacher": "abc", "student": "abX"}]
     run = read(generations=given)
     block = next(b for b in tasks.generations([run]).blocks if isinstance(b, Prompts))
-    assert [(t.title, t.same, t.other) for t in block.prompts[0].texts] == [
+    assert [(t.title, t.same, t.other) for t in block.prompts["p"]] == [
         ("what the text says", "r", ""),
         ("teacher", "abc", ""),
         ("student", "ab", "X"),
     ]
     both = next(b for b in tasks.generations([run, read(generations=given)]).blocks if isinstance(b, Prompts))
-    titles = [text.title for text in both.prompts[0].texts]
+    titles = [text.title for text in both.prompts["p"]]
     assert titles[:2] == ["what the text says", "teacher"] and len(titles) == 4
 
 

@@ -1,4 +1,4 @@
-"""Draw heat maps: grids of numbers in twelve steps of colour, several panels on one scale."""
+"""Make figures of grids of numbers, such as layers by heads: heat maps on one scale, with a table of all numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.ma import masked_invalid
 
+from linearize.report import html
 from linearize.report.figures import WIDTH
-from linearize.report.numbers import Number, scaled, short
+from linearize.report.numbers import Number, capital, scaled, short
 from linearize.report.svg import LEVELS, colour, draw
 
 Grid = Sequence[Sequence[Number | None]]
@@ -69,6 +70,37 @@ class Panel:
     columns: Sequence[str]
 
 
+def grids(
+    key: str,
+    title: str,
+    caption: str,
+    panels: Sequence[Panel],
+    scale: Scale,
+    axes: tuple[str, str],
+    write: Callable[[Number | None], str],
+    said: str = "",
+) -> html.Figure:
+    """Return a figure of panels on one scale.
+
+    Args:
+        axes: names of a row and of a column.
+        write: formats a number of the table.
+        said: description for screen readers, in place of the caption.
+    """
+    groups = [
+        html.Group(
+            [[f"{axes[0]} {name}", *map(write, row)] for name, row in zip(panel.rows, panel.values, strict=True)],
+            panel.title or None,
+        )
+        for panel in panels
+    ]
+    columns = max((panel.columns for panel in panels), key=len)
+    caption_of_numbers = title if scale.title.startswith(title) else f"{title}: {scale.title}"
+    numbers = html.Table(caption_of_numbers, [f"by {axes[0]} and {axes[1]}", *columns], groups, collapsed=True)
+    drawn = heatmaps(key, f"{title}. {said or caption}", panels, scale, row_title=axes[0], column_title=axes[1])
+    return html.Figure(title, drawn, capital(caption), numbers, half=_narrow(panels))
+
+
 def heatmaps(
     key: str, label: str, panels: Sequence[Panel], scale: Scale, *, row_title: str, column_title: str
 ) -> Markup:
@@ -105,7 +137,7 @@ def heatmaps(
     return draw(key, label, width, height, paint)
 
 
-def narrow(panels: Sequence[Panel]) -> bool:
+def _narrow(panels: Sequence[Panel]) -> bool:
     """Return whether two such drawings fit side by side."""
     across, cell, _ = _cell_sizes(panels)
     return across * _panel_width(panels, cell) <= WIDTH / 2

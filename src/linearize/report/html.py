@@ -80,19 +80,11 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt and each model's continuation."""
-
-    prompt: str
-    texts: Sequence[Continuation]
-
-
-@dataclass(frozen=True)
 class Prompts:
-    """Generations, side by side."""
+    """Prompts, each with the models' continuations side by side."""
 
     kind: ClassVar[str] = "prompts"
-    prompts: Sequence[Prompt]
+    prompts: dict[str, list[Continuation]]
 
 
 Block = Table | Figure | Text | Code | Prompts

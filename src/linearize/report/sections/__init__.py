@@ -10,7 +10,6 @@ from linearize.report.load import RunFiles
 from linearize.report.sections import (
     costs,
     heads,
-    positions,
     quality,
     recall,
     recipe,
@@ -37,7 +36,7 @@ _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFil
     (scores.scores, lambda run: run.task is not None),
     (quality.short, lambda run: run.results.short is not None),
     (quality.quality, _of_text),
-    (positions.positions, _of_text),
+    (quality.positions, _of_text),
     (quality.agreement, _of_text),
     (recall.recall, _of_text),
     (heads.fidelity, _with_heads),

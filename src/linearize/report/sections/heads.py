@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
-from linearize.report.heatmaps import Panel, Scale
+from linearize.report.heatmaps import Panel, Scale, grids
 from linearize.report.html import Block, Figure, Section
 from linearize.report.load import RunFiles
 from linearize.report.numbers import Number, number, short
-from linearize.report.sections.grids import grids
 from linearize.report.unmeasured import not_measured
 
 TITLE = "Relative output error"
@@ -47,8 +47,8 @@ def memory(runs: Sequence[RunFiles]) -> Section:
         assert run.allocation is not None
         pairs.append(_by_head(run, run.pairs_by_head))
         # Needs are quantiles of the logarithm of attention weights.
-        weights = {layer: [_mean_exp(head) for head in heads] for layer, heads in run.allocation.needs.items()}
-        needs.append(_by_head(run, weights))
+        logs = run.allocation.needs.items()
+        needs.append(_by_head(run, {layer: [fmean(map(math.exp, head)) for head in heads] for layer, heads in logs}))
     axes = ("layer", "KV head")
     kept = "key-value pairs that a sequence keeps of each head: sinks, window and KV cache with eviction."
     needed = (
@@ -72,7 +72,3 @@ def _by_head(run: RunFiles, layers: Mapping[int, Sequence[Number]]) -> Panel:
 
 def _scale(title: str, panels: Sequence[Panel]) -> Scale:
     return Scale.fitting(title, [x for panel in panels for row in panel.values for x in row])
-
-
-def _mean_exp(logs: Sequence[float]) -> float:
-    return sum(map(math.exp, logs)) / len(logs)

@@ -9,11 +9,10 @@ from linearize.evaluation.intervals import Interval
 from linearize.evaluation.retrieval import Retrieval
 from linearize.report import findings, tables
 from linearize.report.figures import by_run, dots
-from linearize.report.heatmaps import Panel, Scale
+from linearize.report.heatmaps import Panel, Scale, grids
 from linearize.report.html import Block, Figure, Section, Text
 from linearize.report.load import RunFiles, label
 from linearize.report.numbers import capital, plain, share
-from linearize.report.sections.grids import grids
 from linearize.report.unmeasured import not_measured
 
 

@@ -10,10 +10,10 @@ from linearize.evaluation.harness import BenchmarkResult
 from linearize.evaluation.intervals import Interval
 from linearize.report.figures import DotPanel, Dots, dots
 from linearize.report.findings import benchmarks
-from linearize.report.html import Block, Continuation, Figure, Group, Prompt, Prompts, Section, Table, Text
+from linearize.report.html import Block, Continuation, Figure, Group, Prompts, Section, Table, Text
 from linearize.report.load import RunFiles, label
 from linearize.report.numbers import DASH, count, number, percent, plain, share, with_interval
-from linearize.report.sections.positions import STYLES
+from linearize.report.sections.quality import STYLES
 from linearize.report.unmeasured import not_measured
 
 
@@ -99,7 +99,7 @@ def generations(runs: Sequence[RunFiles]) -> Section:
     return Section("generations", "Generations", blocks)
 
 
-def _prompts(runs: Sequence[RunFiles]) -> list[Prompt]:
+def _prompts(runs: Sequence[RunFiles]) -> dict[str, list[Continuation]]:
     """Return each prompt once, with the texts of all runs that have it; equal texts of teachers are shown once."""
     prompts: dict[str, list[Continuation]] = {}
     for run in runs:
@@ -114,7 +114,7 @@ def _prompts(runs: Sequence[RunFiles]) -> list[Prompt]:
             same = _common(sample.teacher, sample.student)
             title = f"student, {run.name}" if run.beside_others else "student"
             texts.append(Continuation(title, same, sample.student[len(same) :]))
-    return [Prompt(prompt, texts) for prompt, texts in prompts.items()]
+    return prompts
 
 
 def _common(a: str, b: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.html import Block, Figure, Section, Table, Text
 from linearize.report.load import TRAINING_STAGES, RunFiles
-from linearize.report.numbers import DASH, Number, count, duration, loss, plain, share
+from linearize.report.numbers import DASH, count, duration, loss, plain, share
 from linearize.report.unmeasured import not_measured
 
 TITLES = {
@@ -78,7 +79,7 @@ def _results(runs: Sequence[RunFiles]) -> Table:
             if result is None:
                 rows.append([name, "unfinished", *[DASH] * 5])
                 continue
-            first, best = _mean(result.initial_loss), _mean(result.best_loss)
+            first, best = fmean(result.initial_loss.values()), fmean(result.best_loss.values())
             rows.append(
                 [
                     name,
@@ -130,7 +131,3 @@ def _units(runs: Sequence[RunFiles]) -> Figure:
 def _layer(name: str) -> str:
     index = next((part for part in name.split(".") if part.isdigit()), None)
     return name if index is None else f"layer {index}"
-
-
-def _mean(losses: dict[str, Number]) -> Number:
-    return sum(losses.values()) / len(losses)
