@@ -246,9 +246,9 @@ def test_cautions_of_tasks(read_task: Read) -> None:
     pair = [read_task(), read_task()]
     assert cautions(pair) == []
     (fewer,) = cautions([pair[0], read_task(examples=80)])
-    assert fewer.words.startswith("These runs were not all measured on the same examples, so their scores")
+    assert fewer.startswith("These runs were not all measured on the same examples, so their scores")
     (other,) = cautions([pair[0], read_task(type="token_classification", examples=80)])
-    assert "token classification)" in other.words
+    assert "token classification)" in other
 
 
 def test_a_plan_of_a_decoder_still_tells_its_memory(read: Read, read_task: Read) -> None:

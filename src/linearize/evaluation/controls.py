@@ -55,7 +55,6 @@ def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> La
     Args:
         model: teacher or student; bytes are counted in its dtype.
         length: number of tokens at which the bytes of heads that keep all keys are counted.
-
     """
     shape = TeacherShape.from_config(model.config.to_dict())
     layers = zip(plan, MetaModel.of(shape).rotary_dims, strict=True)

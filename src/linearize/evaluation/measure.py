@@ -89,12 +89,7 @@ def measure_quickly(
     config: EvaluationConfig,
     seed: int,
 ) -> Results:
-    """Measure a language model by the short evaluation, and by the requested public benchmarks.
-
-    Args:
-        rows: packed held-out rows.
-        context: tokens of a context.
-    """
+    """Measure a language model by the short evaluation on contexts of `context` tokens, and by public benchmarks."""
     reasons: dict[str, str] = {}
     samples = config.bootstrap_samples
     short, tasks = None, None
@@ -126,7 +121,6 @@ def measure(
 
     Args:
         candidates: opened one after another; "student" must be among them.
-        rows: packed held-out rows.
         window_size: in tokens, for results "beyond the window".
         missing: names of controls that are not available.
     """
@@ -282,12 +276,11 @@ def _retrieval(
     config: EvaluationConfig,
     seed: int,
 ) -> list[Retrieval]:
-    trials = config.recall_trials
     tests = retrieval_tests(
         tokenizer,
         window_size=window_size,
         max_positions=max_positions,
-        trials=trials,
+        trials=config.recall_trials,
         seed=seed,
         haystack=rows.input_ids,
     )

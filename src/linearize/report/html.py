@@ -54,7 +54,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; `tone` is "plain", "note", "missing" (what was not measured) or "caution"."""
+    """A paragraph; `tone` is "plain", "note" or "missing" (what was not measured)."""
 
     kind: ClassVar[str] = "text"
     words: str

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from linearize.evaluation.metrics import title
 from linearize.hf.prefill import FULL, STREAMING
 from linearize.report.findings import Finding, Kind, sides, speeds, verdict
-from linearize.report.html import Table, Text
+from linearize.report.html import Table
 from linearize.report.load import RunFiles, label
 from linearize.report.numbers import DASH, count, memory_size, milliseconds, percent, scaled, what, with_interval
 
@@ -45,17 +45,14 @@ def _about(run: RunFiles) -> str:
     return " \N{MIDDLE DOT} ".join(parts)
 
 
-def cautions(runs: Sequence[RunFiles]) -> list[Text]:
-    """Return texts on why some numbers of these runs must not be compared."""
+def cautions(runs: Sequence[RunFiles]) -> list[str]:
+    """Return sentences on why some numbers of these runs must not be compared."""
     found = []
     if not all(runs[0].same_teacher(run) for run in runs[1:]):
         names = "; ".join(f"{run.name}: {_teacher(run) or 'unknown'}" for run in runs)
-        words = f"These runs have different teachers ({names}). Compare each student with its own teacher and controls"
         found.append(
-            Text(
-                f"{words}, not with the other students: numbers of different teachers say nothing about the mixers.",
-                "caution",
-            )
+            f"These runs have different teachers ({names}). Compare each student with its own teacher and controls, "
+            "not with the other students: numbers of different teachers say nothing about the mixers."
         )
     kinds = {_kind(run) for run in runs}
     texts = {run.run.data for run in runs if run.run}
@@ -63,12 +60,12 @@ def cautions(runs: Sequence[RunFiles]) -> list[Text]:
     counts |= {run.task.examples for run in runs if run.task and not run.is_language_model}
     if len(kinds) > 1:
         names = "; ".join(f"{run.name}: {_kind(run)}" for run in runs)
-        words = f"These runs have different tasks ({names}): their numbers are not of one kind, and none is paired."
-        found.append(Text(words, "caution"))
+        found.append(
+            f"These runs have different tasks ({names}): their numbers are not of one kind, and none is paired."
+        )
     elif len(texts) > 1 or len(counts) > 1:
         measured = "text, so their losses" if runs[0].is_language_model else "examples, so their scores"
-        words = f"These runs were not all measured on the same {measured} are not paired with each other."
-        found.append(Text(words, "caution"))
+        found.append(f"These runs were not all measured on the same {measured} are not paired with each other.")
     return found
 
 

@@ -17,8 +17,6 @@ from linearize.report.load import RunFiles, load_runs
 from linearize.report.overview import cautions, key_numbers, overview
 from linearize.report.sections import sections
 
-_FILES = resources.files("linearize") / "report"
-
 
 def write_report(folders: Sequence[Path], output: Path) -> Path:
     """Write the page about one or more run folders to the file `output`, atomically; equal folders give equal bytes.
@@ -74,4 +72,4 @@ def numeric(text: str) -> bool:
 
 
 def _read(name: str) -> str:
-    return (_FILES / name).read_text(encoding="utf-8")
+    return (resources.files("linearize") / "report" / name).read_text(encoding="utf-8")

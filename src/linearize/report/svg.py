@@ -54,7 +54,6 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "axes.unicode_minus": True,
     "figure.facecolor": "none",
     "grid.color": colour("rule"),
     "grid.linewidth": 0.7,
@@ -72,8 +71,6 @@ _STYLE: dict[Any, Any] = {
     "ytick.labelcolor": colour("muted"),
     "xtick.labelsize": 11,
     "ytick.labelsize": 11,
-    "xtick.minor.visible": False,
-    "ytick.minor.visible": False,
 }
 
 
