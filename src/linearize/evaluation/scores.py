@@ -16,14 +16,8 @@ from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.intervals import Interval, Totals, intervals
 from linearize.evaluation.metrics import Answered, bootstrapped
 
-OTHERS = (
-    "teacher",
-    "teacher_finetuned",
-    "window_finetuned",
-    "equal_finetuned",
-    "exact_finetuned",
-    "ablated",
-)  # candidates with which the student is compared, if available
+# Candidates with which the student is compared, if available.
+OTHERS = ("teacher", "teacher_finetuned", "window_finetuned", "equal_finetuned", "exact_finetuned", "ablated")
 LEAST_SCORE = 1e-3  # teacher's score below which the student's share of it has no meaning
 
 

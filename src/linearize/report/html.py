@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from markupsafe import Markup
+
+from linearize.report.numbers import DASH
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class Table:
     @classmethod
     def of(cls, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], collapsed: bool = False) -> Table:
         return cls(caption, columns, [Group(rows)], collapsed)
+
+    @classmethod
+    def by_run(cls, caption: str, runs: Sequence[str], numbers: Sequence[Mapping[str, str]]) -> Table:
+        """Return a table with a column per run, and a row for each number that at least one run has."""
+        names = dict.fromkeys(name for found in numbers for name in found)
+        return cls.of(caption, ["", *runs], [[name, *(found.get(name, DASH) for found in numbers)] for name in names])
 
     def spoken(self) -> str:
         """Return the first numbers of all rows as text, for screen readers."""

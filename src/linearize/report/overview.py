@@ -81,11 +81,8 @@ def _teacher(run: RunFiles) -> str:
 
 
 def key_numbers(runs: Sequence[RunFiles]) -> Table:
-    """Return a table with a row for each number that at least one run has, and a column per run."""
-    columns = [_key_numbers(run) for run in runs]
-    names = dict.fromkeys(name for column in columns for name in column)
-    lines = [[name, *(column.get(name, DASH) for column in columns)] for name in names]
-    return Table.of("Key numbers, with 95 % intervals", ["", *(run.name for run in runs)], lines)
+    caption = "Key numbers, with 95 % intervals"
+    return Table.by_run(caption, [run.name for run in runs], list(map(_key_numbers, runs)))
 
 
 def _key_numbers(run: RunFiles) -> dict[str, str]:

@@ -118,17 +118,7 @@ def _reading(line: Reading, needles: int) -> list[str]:
 def speed(entries: Sequence[tuple[str | None, Sequence[Speed]]]) -> Table:
     """Return the table of time and memory, in groups with their titles."""
     groups = [Group([_speed(entry) for entry in found], name) for name, found in entries]
-    columns = [
-        "model",
-        "batch",
-        "prompt tokens",
-        "prefill ms",
-        "ms per token",
-        "tokens/s",
-        "cache",
-        "peak",
-        "compile",
-    ]
+    columns = ["model", "batch", "prompt tokens", "prefill ms", "ms per token", "tokens/s", "cache", "peak", "compile"]
     caption = "Medians of all repeats, with minimum and maximum; memory of the whole batch, peak in prefill"
     # Not every measurement has the last ones.
     rows = [row for group in groups for row in group.rows]

@@ -11,7 +11,7 @@ from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.findings import speeds
 from linearize.report.html import Block, Figure, Section, Table
 from linearize.report.load import RunFiles
-from linearize.report.numbers import DASH, count, duration, milliseconds, plain
+from linearize.report.numbers import count, duration, milliseconds, plain
 from linearize.report.unmeasured import not_measured
 
 
@@ -69,12 +69,10 @@ def _spread(found: Spread) -> tuple[float, float, float]:
 
 def provenance(runs: Sequence[RunFiles]) -> Section:
     """Return the section with command, versions, seeds and data, which reproduce these numbers."""
-    lines = [_provenance(run) for run in runs]
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    rows = [[name, *(line.get(name, DASH) for line in lines)] for name in names]
+    lines = list(map(_provenance, runs))
     blocks: list[Block] = []
-    if rows:
-        blocks.append(Table.of("Where these numbers come from", ["", *(run.name for run in runs)], rows))
+    if any(lines):
+        blocks.append(Table.by_run("Where these numbers come from", [run.name for run in runs], lines))
     blocks += not_measured(runs, "provenance")
     return Section("provenance", "Provenance", blocks)
 

@@ -19,9 +19,8 @@ def recipe(runs: Sequence[RunFiles]) -> Section:
         lines = [
             {"recipe": plan.recipe, "teacher": plan.model_type} | plan.rows() for run in planned if (plan := run.plan)
         ]
-        names = dict.fromkeys(name for line in lines for name in line)
-        rows = [[name, *(line.get(name, DASH) for line in lines)] for name in names]
-        blocks.append(Table.of("Plan: what the recipe means for this teacher", ["", *(r.name for r in planned)], rows))
+        caption = "Plan: what the recipe means for this teacher"
+        blocks.append(Table.by_run(caption, [run.name for run in planned], lines))
     blocks += not_measured(runs, "plan", lambda run: run.plan)
     written = [run for run in runs if run.recipe]
     if len(written) > 1:
