@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from linearize.report.figures import Line
 from linearize.report.findings import per_head_budget, sentences
 from linearize.report.html import Block, Figure, Prompts, Text
 from linearize.report.load import RunFiles
@@ -46,11 +47,14 @@ def test_recipes_are_compared_field_by_field() -> None:
     ]
 
 
-def test_loss_by_position(read: Read) -> None:
+def test_loss_by_position_has_the_distance_from_the_teacher(read: Read) -> None:
     losses = {"teacher": [None, sample.interval(2.0, 0.1)], "student": [None, sample.interval(2.5, 0.1)]}
     section = quality.positions([read(positions={"edges": [0, 1, 3], "documents": [40, 40], "losses": losses})])
     found = figure(section.blocks, "Held-out loss by position in the document")
     assert rows(found)[1] == ["1\u20132", "2.000 [1.900, 2.100]", "2.500 [2.400, 2.600]"]
+    assert "loss minus the teacher" in found.svg
+    lines = [Line("teacher", [1, 3], [2.0, 1.0]), Line("student", [1, 2, 3], [2.5, 9.0, 1.25], style=4)]
+    assert quality.above_teacher(lines) == [Line("student", [1, 3], [0.5, 0.25], style=4)]
     assert "student, at positions 1\u20132: 2.500" in found.svg
 
 

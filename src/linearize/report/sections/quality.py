@@ -119,15 +119,29 @@ def _by_position(measured: Sequence[tuple[RunFiles, PositionLosses]]) -> Figure:
         stride = max(1, -(-len(bins) // 5))
         ticks = {float(i): name for i, name in enumerate(bins) if i % stride == 0}
         panels.append(LinePanel(f"{run.prefix}loss", lines, "position, tokens", "nats per token", ticks=ticks))
+        if above := above_teacher(lines):
+            panels.append(LinePanel(f"{run.prefix}loss minus the teacher's", above, "position, tokens", ticks=ticks))
         losses = [found.losses.get(name, [None] * len(bins)) for name in columns]
         rows = [[place, *(with_interval(x[i]) for x in losses)] for i, place in enumerate(bins)]
         groups.append(Group(rows, run.group))
     return Figure(
         "Held-out loss by position in the document",
         curves("positions", "Loss by position. " + "; ".join(said), panels, height=300),
-        "Means over the tokens of each bin of positions, with bands of 95 % intervals.",
+        "Means over the tokens of each bin of positions, with bands of 95 % intervals. The differences from the "
+        "teacher are differences of means, without intervals.",
         Table("Loss by position, nats per token", ["positions", *map(label, columns)], groups, collapsed=True),
     )
+
+
+def above_teacher(lines: Sequence[Line]) -> list[Line]:
+    """Return each other line minus the teacher's, where both have a point."""
+    teacher = next((dict(zip(line.x, line.y, strict=True)) for line in lines if line.name == label("teacher")), {})
+    found = []
+    for line in lines:
+        points = [(x, y - teacher[x]) for x, y in zip(line.x, line.y, strict=True) if x in teacher]
+        if points and line.name != label("teacher"):
+            found.append(Line(line.name, [x for x, _ in points], [y for _, y in points], line.style))
+    return found
 
 
 def bin_names(edges: Sequence[int]) -> list[str]:
