@@ -1,9 +1,12 @@
 """Feature maps as data. Their modules are in `linearize.mixers.feature_maps`."""
 
+# Properties that depend on a field override class variables.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
@@ -42,26 +45,11 @@ class FeatureMapConfig(Config):
         description="before: the map sees queries and keys rotated (RoPE), as the teacher's softmax does; "
         "none: unrotated, and the linear part knows order by decay alone",
     )
-
-    @property
-    def exponential(self) -> bool:
-        return False
-
-    @property
-    def signed(self) -> bool:
-        return False
-
-    @property
-    def mixed_signs(self) -> bool:
-        return False
-
-    @property
-    def closed_form(self) -> bool:
-        return False
-
-    @property
-    def of_one_key(self) -> bool:
-        return True
+    exponential: ClassVar[bool] = False
+    signed: ClassVar[bool] = False
+    mixed_signs: ClassVar[bool] = False
+    closed_form: ClassVar[bool] = False
+    of_one_key: ClassVar[bool] = True
 
     def features(self, shape: LayerShape) -> int:
         """Return F, the features per head."""
@@ -84,9 +72,7 @@ class FlatMap(FeatureMapConfig):
     """A map with one feature per input dimension, F = D, which may also be rotated after the map (SUPRA)."""
 
     # Wider than in the base, whose other maps cannot be rotated after the map.
-    rotation: Rotation = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default="before", description=ROTATION
-    )
+    rotation: Rotation = Field(default="before", description=ROTATION)
 
     @property
     def signed(self) -> bool:
@@ -97,20 +83,14 @@ class IdentityMap(FlatMap):
     """phi(x) = x (RetNet, GLA, fast decay)."""
 
     type: Literal["identity"] = "identity"
-
-    @property
-    def mixed_signs(self) -> bool:
-        return True
+    mixed_signs: ClassVar[bool] = True
 
 
 class SiluMap(FlatMap):
     """phi(x) = x sigmoid(x) (Gated DeltaNet)."""
 
     type: Literal["silu"] = "silu"
-
-    @property
-    def mixed_signs(self) -> bool:
-        return True
+    mixed_signs: ClassVar[bool] = True
 
 
 class Elu1Map(FlatMap):
@@ -130,10 +110,7 @@ class ExpMap(FlatMap):
 
     type: Literal["exp"] = "exp"
     temperature: PositiveFloat = Field(default=1.0, description="t: the higher, the spikier the attention")
-
-    @property
-    def exponential(self) -> bool:
-        return True
+    exponential: ClassVar[bool] = True
 
 
 class LearnedMap(FeatureMapConfig):
@@ -191,9 +168,7 @@ class T2RMap(LearnedMap):
 
     type: Literal["t2r"] = "t2r"
     # Wider than in the base, whose other maps cannot be rotated after the map.
-    rotation: Rotation = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default="before", description=ROTATION
-    )
+    rotation: Rotation = Field(default="before", description=ROTATION)
     feature_dim: PositiveInt | None = Field(
         default=None, description="F, features per head; the head dimension if null, as it must be to be rotated after"
     )
@@ -282,10 +257,7 @@ class ReglaMap(LearnedMap):
 
     type: Literal["regla"] = "regla"
     feature_dim: PositiveInt = Field(default=64, description="F, features per head")
-
-    @property
-    def exponential(self) -> bool:
-        return True
+    exponential: ClassVar[bool] = True
 
     def features(self, shape: LayerShape) -> int:
         return self.feature_dim
@@ -296,10 +268,7 @@ class PerformerMap(FeatureMapConfig):
 
     type: Literal["performer"] = "performer"
     feature_dim: PositiveInt | None = Field(default=None, description="F, features per head; floor(D ln D) if null")
-
-    @property
-    def exponential(self) -> bool:
-        return True
+    exponential: ClassVar[bool] = True
 
     def features(self, shape: LayerShape) -> int:
         return self.feature_dim or math.floor(shape.head_dim * math.log(shape.head_dim))
@@ -322,10 +291,7 @@ class CosformerMap(FeatureMapConfig):
     max_length: PositiveInt | None = Field(
         default=None, description="M: keys this far away weigh nothing; the model's maximum positions if null"
     )
-
-    @property
-    def of_one_key(self) -> bool:
-        return False
+    of_one_key: ClassVar[bool] = False
 
     def features(self, shape: LayerShape) -> int:
         return 2 * shape.head_dim
@@ -338,14 +304,8 @@ class TaylorMap(FeatureMapConfig):
     """phi(q).phi(k) = 1 + u + u^2 / 2 > 0, u = q.k D^-1/2; symmetric form, F = 1 + D + D (D + 1) / 2."""
 
     type: Literal["taylor2"] = "taylor2"
-
-    @property
-    def closed_form(self) -> bool:
-        return True
-
-    @property
-    def mixed_signs(self) -> bool:
-        return True
+    closed_form: ClassVar[bool] = True
+    mixed_signs: ClassVar[bool] = True
 
     def features(self, shape: LayerShape) -> int:
         return 1 + shape.head_dim + shape.head_dim * (shape.head_dim + 1) // 2
@@ -360,10 +320,7 @@ class RfaMap(FeatureMapConfig):
 
     type: Literal["rfa"] = "rfa"
     feature_dim: Even | None = Field(default=None, description="F, features per head, even; 2D if null")
-
-    @property
-    def mixed_signs(self) -> bool:
-        return True
+    mixed_signs: ClassVar[bool] = True
 
     def features(self, shape: LayerShape) -> int:
         return self.feature_dim or 2 * shape.head_dim

@@ -3,9 +3,12 @@
 Their modules are in `linearize.mixers`: `gates`, `update`, `normalizers`, `combine` and `eviction_cache`.
 """
 
+# Properties that depend on a field override class variables.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -27,22 +30,10 @@ class DecayConfig(Config):
     """
 
     type: str
-
-    @property
-    def values(self) -> bool:
-        return False
-
-    @property
-    def per_feature(self) -> bool:
-        return False
-
-    @property
-    def scales_input(self) -> bool:
-        return False
-
-    @property
-    def constant(self) -> bool:
-        return False
+    values: ClassVar[bool] = False
+    per_feature: ClassVar[bool] = False
+    scales_input: ClassVar[bool] = False
+    constant: ClassVar[bool] = False
 
     def heads(self, shape: LayerShape, key_heads: int) -> int:
         """Return Hs, the heads of the state with this decay."""
@@ -59,10 +50,7 @@ class FixedDecay(DecayConfig):
     schedule: Literal["lightning", "retnet"] = Field(
         default="lightning", description="lightning: from 0.43 to 0.996 for 32 heads; retnet: from 0.97 to nearly 1"
     )
-
-    @property
-    def constant(self) -> bool:
-        return True
+    constant: ClassVar[bool] = True
 
     def heads(self, shape: LayerShape, key_heads: int) -> int:
         return shape.num_heads
@@ -87,10 +75,7 @@ class FeatureDecay(DecayConfig):
     rank: PositiveInt = Field(default=16, description="rows of W1, which all heads share")
     temperature: PositiveFloat = Field(default=16.0, description="the higher, the slower it forgets")
     bias_init: float = Field(default=0.0, description="initial bias of the gate's sigmoid")
-
-    @property
-    def per_feature(self) -> bool:
-        return True
+    per_feature: ClassVar[bool] = True
 
 
 class OuterDecay(DecayConfig):
@@ -98,14 +83,8 @@ class OuterDecay(DecayConfig):
 
     type: Literal["outer"] = "outer"
     bias_init: float = Field(default=0.0, description=BIAS_INIT + "; both gates together forget twice that")
-
-    @property
-    def values(self) -> bool:
-        return True
-
-    @property
-    def per_feature(self) -> bool:
-        return True
+    values: ClassVar[bool] = True
+    per_feature: ClassVar[bool] = True
 
 
 class RefinedDecay(DecayConfig):
@@ -161,10 +140,7 @@ class NormalizerConfig(Config):
     """Base class of the configs of normalizers. `reads_hidden`: whether it reads the layer's input."""
 
     type: str
-
-    @property
-    def reads_hidden(self) -> bool:
-        return False
+    reads_hidden: ClassVar[bool] = False
 
 
 class SumNormalizer(NormalizerConfig):

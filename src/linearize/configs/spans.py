@@ -61,13 +61,7 @@ class SlidingSpan(Config):
     def max_softmax_keys(self) -> int:
         return self.window_size
 
-    @property
-    def linear_delay(self) -> int:
-        return self.window_size
-
-    @property
-    def context(self) -> int:
-        return self.window_size
+    linear_delay = context = max_softmax_keys
 
     def lo(self, position: Numbers) -> Numbers:
         return (position - (self.window_size - 1)).clamp_min(0)
@@ -91,13 +85,11 @@ class TerracedSpan(Config):
     def max_softmax_keys(self) -> int:
         return self.blocks * self.window_size
 
+    context = max_softmax_keys
+
     @property
     def linear_delay(self) -> int:
         return (self.blocks - 1) * self.window_size
-
-    @property
-    def context(self) -> int:
-        return self.blocks * self.window_size
 
     def lo(self, position: Numbers) -> Numbers:
         first = position.div(self.window_size, rounding_mode="floor") - (self.blocks - 1)

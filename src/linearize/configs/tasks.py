@@ -1,5 +1,8 @@
 """Configs of tasks: a model's head, its examples and their scores."""
 
+# Properties that depend on a field override class variables.
+# pyright: reportIncompatibleVariableOverride=false
+
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
@@ -17,17 +20,14 @@ class Task(Config):
         pipeline_tag: the task's name on the hub.
         language: whether the model is a language model, and is measured as one.
         built_in: whether the examples are generated, not read.
+        scores: names of the metrics, the most important one first; none for plain language modelling.
     """
 
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     pipeline_tag: ClassVar[str] = "text-generation"
     language: ClassVar[bool] = False
     built_in: ClassVar[bool] = False
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """Return the names of the metrics, the most important one first; none for plain language modelling."""
-        return ()
+    scores: ClassVar[tuple[str, ...]] = ()
 
 
 class LanguageModelling(Task):
@@ -44,10 +44,7 @@ class Summarisation(Task):
     language: ClassVar[bool] = True
     new_tokens: PositiveInt = Field(default=100, description="tokens of a summary at most")
     summaries: int = Field(default=64, ge=2, description="held-out dialogues that are summarised")
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        return ("rouge1", "rouge2", "rougeL")
+    scores: ClassVar[tuple[str, ...]] = ("rouge1", "rouge2", "rougeL")
 
 
 Metric = Literal["accuracy", "f1", "matthews", "spearman"]
@@ -104,10 +101,7 @@ class ImageClassification(Task):
         default="image", description="a column of files' bytes, or of paths relative to the table's folder"
     )
     label_column: str = "label"
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        return ("accuracy",)
+    scores: ClassVar[tuple[str, ...]] = ("accuracy",)
 
 
 class MaskedLanguageModelling(Task):
@@ -120,10 +114,7 @@ class MaskedLanguageModelling(Task):
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
     pipeline_tag: ClassVar[str] = "fill-mask"
     share: float = Field(default=0.15, gt=0, le=1, description="share of a text's tokens that are predicted")
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        return ("accuracy", "likelihood")
+    scores: ClassVar[tuple[str, ...]] = ("accuracy", "likelihood")
 
 
 class TextEmbedding(Task):
@@ -132,10 +123,7 @@ class TextEmbedding(Task):
     type: Literal["text_embedding"] = "text_embedding"
     auto_class: ClassVar[str] = "AutoModel"
     pipeline_tag: ClassVar[str] = "sentence-similarity"
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        return ("cosine",)
+    scores: ClassVar[tuple[str, ...]] = ("cosine",)
 
 
 class AssociativeRecall(Task):
@@ -154,10 +142,7 @@ class AssociativeRecall(Task):
         default="last",
         description="every: the loss is on the values of all keys seen before; only the last one is scored",
     )
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        return ("accuracy",)
+    scores: ClassVar[tuple[str, ...]] = ("accuracy",)
 
 
 class ListOps(Task):
@@ -173,16 +158,13 @@ class ListOps(Task):
     max_arguments: int = Field(default=10, ge=2)
     train_examples: PositiveInt = 20_000
     held_out_examples: int = Field(default=2000, ge=2)
+    scores: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     @model_validator(mode="after")
     def _some_length(self) -> ListOps:
         if self.min_length > self.max_length:
             raise ValueError(f"min_length ({self.min_length}) must not be above max_length ({self.max_length})")
         return self
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        return ("accuracy",)
 
 
 AnyTask = Annotated[
