@@ -501,7 +501,7 @@ def test_no_text_at_all(command: Command, tmp_path: Path) -> None:
     arguments = tiny.run_arguments(tmp_path / "run")
     at = arguments.index("--dataset")
     done = command(*arguments[:at], *arguments[at + 2 :])
-    assert_refused(done, "data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
+    assert_refused(done, "data.dataset: expected a hub id, or a local file or folder, found none")
     assert not (tmp_path / "run").exists()
 
 

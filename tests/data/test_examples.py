@@ -13,7 +13,7 @@ import torch
 
 from linearize.base import UserError
 from linearize.configs.data import DataConfig
-from linearize.data.examples import ClassifiedTexts, ClassifiedTokens, UnlabelledTexts, build_examples
+from linearize.data.examples import ClassifiedTexts, ClassifiedTokens, Texts, build_examples
 from linearize.data.labels import Classes
 from linearize.data.packing import Dataset
 from linearize.data.rows import Rows
@@ -135,7 +135,7 @@ def test_texts_to_embed_are_compared_without_padding(tmp_path: Path) -> None:
     rows = [{"text": "x" * (i + 1)} for i in range(60)] + [{"text": "  "}]
     config = DataConfig(dataset=table(tmp_path, rows), task={"type": "text_embedding"})  # type: ignore[arg-type]
     train = built(config).train
-    assert isinstance(train, UnlabelledTexts) and train.targets() is None
+    assert type(train) is Texts and train.targets() is None
     hidden = torch.randn(*train.input_ids.shape, 5)
     compared = train.compared(SimpleNamespace(last_hidden_state=hidden))
     assert torch.equal(compared, hidden[train.mask]) and len(compared) == int(train.lengths.sum())

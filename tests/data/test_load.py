@@ -89,7 +89,9 @@ def test_what_an_encoder_cannot_do(command: Command, classified: Run, tmp_path: 
 
 def test_bad_input_is_one_line(command: Command, tmp_path: Path) -> None:
     given = ["run", "hedgehog-bert", "--model", tiny.encoder_folder(), "--output-dir", tmp_path / "run"]
-    assert_refused(command(*given), "data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
+    assert_refused(
+        command(*given), "data.dataset: expected a hub id, or a local file or folder, found none; pass --dataset"
+    )
     wrong = options({"data.task.label_column": "mood"})
     done = command(*given, "--dataset", tiny.sentences_file(), *wrong)
     assert_refused(done, "data row 1: expected a column 'mood' (data.task.label_column), found sentence, label, score")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from random import Random
 from typing import Any
@@ -44,6 +44,8 @@ class Example:
 @dataclass(frozen=True)
 class Texts:
     """N sequences, padded at the end to the longest of them.
+
+    Without labels, as here, their hidden states are compared with the teacher's.
 
     Attributes:
         segments: token types, if the tokenizer has them.
@@ -94,28 +96,14 @@ class Texts:
         """Return the labels of these rows, as fields."""
         return {}
 
-    @abstractmethod
-    def target_counts(self) -> Int64[Tensor, " N"]: ...
-
-    @abstractmethod
-    def compared(self, outputs: Any) -> Float[Tensor, "M C"]: ...
-
-    @abstractmethod
-    def targets(self) -> Tensor | None: ...
-
-
-@dataclass(frozen=True)
-class UnlabelledTexts(Texts):
-    """Texts whose hidden states are compared with the teacher's."""
-
     def target_counts(self) -> Int64[Tensor, " N"]:
         return self.lengths
 
-    def compared(self, outputs: Any) -> Float[Tensor, "M E"]:
+    def compared(self, outputs: Any) -> Float[Tensor, "M C"]:
         """Return the last hidden states of all tokens."""
         return outputs.last_hidden_state[self.mask.to(outputs.last_hidden_state.device)]
 
-    def targets(self) -> None:
+    def targets(self) -> Tensor | None:
         return None
 
 
@@ -178,9 +166,9 @@ def build_examples(
             "tokenizer: expected a padding token, which a batch of texts needs, found none; set the tokenizer's "
             "pad_token and the config's pad_token_id, and save both"
         )
-    make = _MAKE[type(config.task)]
-    parts = split_examples(config, lambda source: _read(source, tokenizer, classes), _key, seed)
-    return examples_dataset(*(make(examples, pad, use_cache) for examples in parts))
+    read = partial(_read, tokenizer=tokenizer, classes=classes)
+    parts = split_examples(config, read, lambda example: example.key, seed)
+    return examples_dataset(*(padded_texts(examples, pad, use_cache) for examples in parts))
 
 
 def split_examples(
@@ -210,35 +198,18 @@ def examples_dataset(train: Rows, validation: Rows, test: Rows) -> Dataset:
     return Dataset(train, validation, test, (len(train), len(validation), len(test)))
 
 
-def classified_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> ClassifiedTexts:
-    """Return rows of examples with one label each."""
-    labels = torch.tensor([example.label for example in examples])  # int64, or float32 for numbers
-    return ClassifiedTexts(*_padded(examples, pad), use_cache, labels)
-
-
-def unlabelled_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> UnlabelledTexts:
-    """Return rows of examples without labels."""
-    return UnlabelledTexts(*_padded(examples, pad), use_cache)
-
-
-def _classified_tokens(examples: Sequence[Example], pad: int, use_cache: bool | None) -> ClassifiedTokens:
-    labels = [example.label for example in examples if isinstance(example.label, list)]
-    return ClassifiedTokens(*_padded(examples, pad), use_cache, _filled(labels, IGNORED))
-
-
-_MAKE: dict[type, Callable[[Sequence[Example], int, bool | None], Texts]] = {
-    TextClassification: classified_texts,
-    TokenClassification: _classified_tokens,
-    MaskedLanguageModelling: _classified_tokens,
-    TextEmbedding: unlabelled_texts,
-}
-
-
-def _padded(examples: Sequence[Example], pad: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def padded_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> Texts:
+    """Return rows of at least one example, of the class that fits the examples' labels."""
+    input_ids = _filled([example.input_ids for example in examples], pad)
     lengths = torch.tensor([len(example.input_ids) for example in examples])
     segments = [example.segments for example in examples if example.segments is not None]
-    input_ids = _filled([example.input_ids for example in examples], pad)
-    return input_ids, lengths, _filled(segments, 0) if segments else None
+    inputs = input_ids, lengths, _filled(segments, 0) if segments else None, use_cache
+    labels = [example.label for example in examples]
+    if labels[0] is None:
+        return Texts(*inputs)
+    if isinstance(labels[0], list):
+        return ClassifiedTokens(*inputs, _filled(labels, IGNORED))
+    return ClassifiedTexts(*inputs, torch.tensor(labels))  # int64, or float32 for numbers
 
 
 def _filled(rows: Sequence[list[int]], value: int) -> Int64[Tensor, "N L"]:
@@ -246,18 +217,21 @@ def _filled(rows: Sequence[list[int]], value: int) -> Int64[Tensor, "N L"]:
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
-def _key(example: Example) -> bytes:
-    return example.key
-
-
 def _read(config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes) -> list[Example]:
     rows = islice(read_rows(config), config.max_documents)
     encode, examples = _ENCODERS[type(config.task)], []
-    with document_progress("tokenising") as advance:
-        while batch := list(islice(rows, _BATCH)):
-            examples += encode(batch, config, tokenizer, classes)
-            advance(len(batch))
+    for batch in document_progress(iter(lambda: list(islice(rows, _BATCH)), []), "tokenising"):
+        examples += encode(batch, config, tokenizer, classes)
     return examples
+
+
+def _tokenized(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, texts: list[str], pairs: list[str] | None = None
+) -> Iterator[tuple[list[int], list[int] | None]]:
+    """Yield the tokens of each text, or pair of texts, and their types, if the tokenizer has them."""
+    encoded: Any = tokenizer(texts, pairs, truncation=True, max_length=config.sequence_length, verbose=False)
+    ids = encoded["input_ids"]
+    return zip(ids, encoded.get("token_type_ids") or [None] * len(ids), strict=True)
 
 
 def _encode_texts(
@@ -270,16 +244,9 @@ def _encode_texts(
         pairs.append([text_cell(row, column, where, "data.task.text_columns") for column in task.text_columns])
         label = cell(row, task.label_column, where, "data.task.label_column")
         labels.append(as_number(label, where) if task.regression else classes.number(label, where))
-    first, *second = (list(column) for column in zip(*pairs, strict=True))
-    encoded = tokenizer(
-        first,
-        text_pair=second[0] if second else None,
-        truncation=True,
-        max_length=config.sequence_length,
-        verbose=False,
-    )
-    segments = encoded.get("token_type_ids") or [None] * len(labels)
-    return [Example(*fields) for fields in zip(encoded["input_ids"], segments, labels, strict=True)]
+    texts = (list(column) for column in zip(*pairs, strict=True))
+    inputs = _tokenized(tokenizer, config, *texts)
+    return [Example(*tokens, label) for tokens, label in zip(inputs, labels, strict=True)]
 
 
 def _encode_words(
@@ -288,23 +255,19 @@ def _encode_words(
     task, examples = config.task, []
     assert isinstance(task, TokenClassification)
     for where, row in rows:
-        words, tags = (
-            cell(row, column, where, f"data.task.{field}")
-            for field, column in (("words_column", task.words_column), ("labels_column", task.labels_column))
-        )
+        words = cell(row, task.words_column, where, "data.task.words_column")
+        tags = cell(row, task.labels_column, where, "data.task.labels_column")
         if not isinstance(words, list) or not isinstance(tags, list) or len(words) != len(tags) or not words:
             raise UserError(f"{where}: expected a list of words and a list of as many labels, found {words!r:.60}")
         numbers = [classes.number(tag, where) for tag in tags]
-        encoded = tokenizer(
+        encoded: Any = tokenizer(
             words, is_split_into_words=True, truncation=True, max_length=config.sequence_length, verbose=False
         )
         label, before = [], None
         for word in encoded.word_ids():
             label.append(IGNORED if word is None or word == before else numbers[word])
             before = word
-        ids: Any = encoded["input_ids"]
-        segments: Any = encoded.get("token_type_ids")
-        examples.append(Example(ids, segments, label))
+        examples.append(Example(encoded["input_ids"], encoded.get("token_type_ids"), label))
     return examples
 
 
@@ -313,11 +276,7 @@ def _encode_unlabelled(
 ) -> list[Example]:
     found = [text_cell(row, config.text_column, where, "data.text_column") for where, row in rows]
     found = [text for text in found if text.strip()]
-    if not found:
-        return []
-    encoded = tokenizer(found, truncation=True, max_length=config.sequence_length, verbose=False)
-    segments = encoded.get("token_type_ids") or [None] * len(found)
-    return [Example(ids, types, None) for ids, types in zip(encoded["input_ids"], segments, strict=True)]
+    return [Example(*tokens, None) for tokens in _tokenized(tokenizer, config, found)] if found else []
 
 
 def _encode_masked(

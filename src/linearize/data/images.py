@@ -49,7 +49,12 @@ class Image:
         Raises:
             UserError: the file does not exist any more, or PIL cannot read it.
         """
-        return decode(_data(self.source), self.where)
+        import PIL.Image
+
+        try:
+            return PIL.Image.open(io.BytesIO(_data(self.source))).convert("RGB")
+        except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+            raise UserError(f"{self.where}: expected an image that PIL can read, found: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -105,24 +110,11 @@ def build_images(config: DataConfig, processor: Any, classes: Classes, *, positi
     return examples_dataset(*(ImageExamples(part, processor, positions) for part in parts))
 
 
-def decode(data: bytes, where: str) -> Any:
-    """Return the PIL image, in RGB, of a file's bytes; raise UserError if PIL cannot read it."""
-    import PIL.Image
-
-    try:
-        return PIL.Image.open(io.BytesIO(data)).convert("RGB")
-    except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        raise UserError(f"{where}: expected an image that PIL can read, found: {error}") from None
-
-
 def _read(config: DataConfig, classes: Classes) -> list[Image]:
     folder = Path(config.dataset or "").expanduser()
     found = _folder(folder, classes) if config.dataset and folder.is_dir() else _table(config, classes)
-    images = []
-    with document_progress("reading images") as advance:
-        for image in islice(found, config.max_documents):
-            images.append(image)
-            advance(1)
+    found = islice(found, config.max_documents)
+    images = list(document_progress(found, "reading images", size=lambda _: 1))
     if images:
         images[0].decoded()
     return images

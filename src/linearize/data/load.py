@@ -121,12 +121,10 @@ def load_dataset(
     """
     task, shape, classes = data.task, TeacherShape.from_config(config), Classes.of(config)
     check_data(data, shape)
-    if data.dataset is None and not task.built_in:
-        raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
     _check_padding(task, shape, config, processor)
     use_cache = None if shape.bidirectional else False
-    if task.built_in:
-        dataset = build_generated(data, shape, classes, seed=seed, use_cache=use_cache)
+    if isinstance(task, AssociativeRecall | ListOps):
+        dataset = build_generated(task, seed=seed, use_cache=use_cache)
     elif isinstance(task, ImageClassification):
         dataset = build_images(data, processor, classes, positions=shape.max_positions, seed=seed)
     elif task.language:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -33,6 +33,8 @@ from linearize.data.splits import (
     without,
 )
 from linearize.data.templates import PIECE, TokenDocument, encoder_for
+
+Batch = TypeVar("Batch")
 
 _BATCH = 64  # rows per tokenizer call: enough for its threads, without using much memory
 _CHARACTERS = 8  # characters per token of `max_tokens` in one tokenizer call
@@ -98,7 +100,10 @@ def build_dataset(
     if config.validation_dataset is None:
         train, held_out = _split(documents, config)
     else:
-        source = _held_out_source(config, config.validation_dataset)
+        name = config.validation_dataset
+        used = 4 * config.validation_rows * config.sequence_length  # a quarter of them chooses checkpoints
+        limits = {"max_documents": None, "max_tokens": None if on_disk(name) else used}
+        source = config.model_copy(update={"dataset": name, "subset": None, **limits})
         held_out = _read(source, tokenizer, "data.validation_dataset", least=2 * ENOUGH)
         train = _without(documents, held_out)
     return _dataset(train, held_out, config, tokenizer, seed, score)
@@ -279,12 +284,6 @@ def _digest(document: TokenDocument) -> bytes:
     return hashlib.blake2b(document.input_ids.numpy().data, digest_size=16).digest()
 
 
-def _held_out_source(config: DataConfig, name: str) -> DataConfig:
-    used = 4 * config.validation_rows * config.sequence_length  # a quarter of them chooses checkpoints
-    limits = {"max_documents": None, "max_tokens": None if on_disk(name) else used}
-    return config.model_copy(update={"dataset": name, "subset": None, **limits})
-
-
 def _read(source: DataConfig, tokenizer: PreTrainedTokenizerBase, field: str, least: int = 0) -> list[TokenDocument]:
     documents = list(_tokenised(islice(read_rows(source), source.max_documents), tokenizer, source, least))
     if not documents:
@@ -306,19 +305,17 @@ def _tokenised(
     The last document stays whole, unless it has a long text (`encode_text`).
     """
     encode, tokens, found, last = None, 0, 0, None
-    with document_progress("tokenising") as advance:
-        for batch in _batches(rows, config.max_tokens):
-            encode = encode or encoder_for(batch[0][1].keys(), config)
-            for document in encode(batch, tokenizer, config):
-                if len(document) < config.min_document_tokens:
-                    continue
-                yield document
-                tokens += len(document)
-                found += document.row is None or document.row != last
-                last = document.row
-                if config.max_tokens is not None and tokens >= config.max_tokens and found >= least:
-                    return
-            advance(len(batch))
+    for batch in document_progress(_batches(rows, config.max_tokens), "tokenising"):
+        encode = encode or encoder_for(batch[0][1].keys(), config)
+        for document in encode(batch, tokenizer, config):
+            if len(document) < config.min_document_tokens:
+                continue
+            yield document
+            tokens += len(document)
+            found += document.row is None or document.row != last
+            last = document.row
+            if config.max_tokens is not None and tokens >= config.max_tokens and found >= least:
+                return
 
 
 def _batches(rows: Iterator[LocatedRow], max_tokens: int | None) -> Iterator[list[LocatedRow]]:
@@ -344,19 +341,17 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, parts))
 
 
-@contextmanager
-def document_progress(title: str) -> Iterator[Callable[[int], None]]:
-    """Show a count of documents on standard error: one line on a terminal, else a line from time to time."""
+def document_progress(batches: Iterable[Batch], title: str, size: Callable[[Any], int] = len) -> Iterator[Batch]:
+    """Yield the batches, and count their documents on standard error.
+
+    The count is one line on a terminal, else a line from time to time.
+    """
     console, log, count = Console(stderr=True), Log(), 0
     with console.status(title) if console.is_terminal else nullcontext() as status:
-
-        def advance(documents: int) -> None:
-            nonlocal count
-            count += documents
+        for batch in batches:
+            yield batch
+            count += size(batch)
             line = f"{title}: {count:,} documents"
             log.say(line)
             if status is not None:
                 status.update(line)
-
-        advance(0)
-        yield advance

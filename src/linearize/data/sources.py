@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,8 @@ def _file_rows(path: Path, config: DataConfig) -> Iterator[Row]:
     if suffix in _TEXT_READERS:
         for text in _TEXT_READERS[suffix](path):
             yield {config.text_column: text}
-    elif suffix in _SEPARATED_READERS:
-        yield from _SEPARATED_READERS[suffix](path, config.columns)
+    elif suffix in _SEPARATORS:
+        yield from _separated_rows(path, _SEPARATORS[suffix], config.columns)
     else:
         for number, row in enumerate(_TABLE_READERS[suffix](path), 1):
             if not isinstance(row, dict):
@@ -190,25 +191,21 @@ def _jsonl_rows(path: Path) -> Iterator[Any]:
         yield from _rows_of_lines(path, lines)
 
 
-def _compressed_rows(kind: str) -> Callable[[Path], Iterator[Any]]:
-    """Return a reader of JSON lines in a compressed file of this kind, which unpacks only as much as is read."""
+def _compressed_rows(kind: str, path: Path) -> Iterator[Any]:
+    """Yield the rows of JSON lines in a compressed file of this kind; unpack only as much as is read."""
+    import pyarrow
 
-    def read(path: Path) -> Iterator[Any]:
-        import pyarrow
-
-        with _readable(path), path.open("rb") as file:
-            try:
-                with pyarrow.CompressedInputStream(file, kind) as unpacked:
-                    yield from _rows_of_lines(path, io.TextIOWrapper(unpacked, encoding="utf-8-sig"))
-            except OSError as error:
-                if error.errno is not None:  # of the operating system, not of the contents
-                    raise
-                raise UserError(
-                    f"{path}: expected a whole {kind} file, found a damaged one ({_one_line(error)}); copy it again, "
-                    "or unpack it with its own program"
-                ) from None
-
-    return read
+    with _readable(path), path.open("rb") as file:
+        try:
+            with pyarrow.CompressedInputStream(file, kind) as unpacked:
+                yield from _rows_of_lines(path, io.TextIOWrapper(unpacked, encoding="utf-8-sig"))
+        except OSError as error:
+            if error.errno is not None:  # of the operating system, not of the contents
+                raise
+            raise UserError(
+                f"{path}: expected a whole {kind} file, found a damaged one ({_one_line(error)}); copy it again, "
+                "or unpack it with its own program"
+            ) from None
 
 
 def _rows_of_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
@@ -240,37 +237,33 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
 
 
-def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], Iterator[Row]]:
-    def read(path: Path, columns: tuple[str, ...] | None) -> Iterator[Row]:
-        # Tab-separated files of public benchmarks have literal quotation marks; spreadsheets' csv quotes cells.
-        quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
-        csv.field_size_limit(2**31 - 1)  # a document is one field
-        with _readable(path), path.open(encoding="utf-8-sig", newline="") as lines:
-            table = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
-            rows = _checked_rows(path, table)
-            names = list(columns) if columns else next(rows, [])
-            _require_different(names, "data.columns" if columns else f"{path} line 1")
-            warned = False
-            for cells in rows:
-                if cells and len(cells) != len(names):
-                    wanted = f"{len(names)} column{'s' * (len(names) != 1)} ({', '.join(names):.100})"
-                    quote = "" if separator == "\t" else "put quotation marks around a cell with commas, or "
-                    raise UserError(
-                        f"{path} line {table.line_num}: expected {wanted}, found {len(cells)}; {quote}name the columns "
-                        "of a file without a first line of names in data.columns"
-                    )
-                breaks = [cell.count("\n") for cell in cells]
-                if max(breaks, default=0) > _LINES and not warned:
-                    warned = True
-                    logger.warning(
-                        "%s line %d: a cell of %d lines begins in this row; if it is not one text, correct the "
-                        "quotation mark in front of it, or convert the file to .jsonl",
-                        *(path, table.line_num - sum(breaks), max(breaks) + 1),
-                    )
-                if cells:
-                    yield dict(zip(names, cells, strict=True))
-
-    return read
+def _separated_rows(path: Path, separator: str, columns: tuple[str, ...] | None) -> Iterator[Row]:
+    # Tab-separated files of public benchmarks have literal quotation marks; spreadsheets' csv quotes cells.
+    quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
+    csv.field_size_limit(2**31 - 1)  # a document is one field
+    with _readable(path), path.open(encoding="utf-8-sig", newline="") as lines:
+        table = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
+        rows = _checked_rows(path, table)
+        names = list(columns) if columns else next(rows, [])
+        _require_different(names, "data.columns" if columns else f"{path} line 1")
+        warned = False
+        for cells in filter(None, rows):
+            if len(cells) != len(names):
+                wanted = f"{len(names)} column{'s' * (len(names) != 1)} ({', '.join(names):.100})"
+                quote = "" if separator == "\t" else "put quotation marks around a cell with commas, or "
+                raise UserError(
+                    f"{path} line {table.line_num}: expected {wanted}, found {len(cells)}; {quote}name the columns "
+                    "of a file without a first line of names in data.columns"
+                )
+            breaks = [cell.count("\n") for cell in cells]
+            if max(breaks) > _LINES and not warned:
+                warned = True
+                logger.warning(
+                    "%s line %d: a cell of %d lines begins in this row; if it is not one text, correct the "
+                    "quotation mark in front of it, or convert the file to .jsonl",
+                    *(path, table.line_num - sum(breaks), max(breaks) + 1),
+                )
+            yield dict(zip(names, cells, strict=True))
 
 
 def _require_different(names: Sequence[str], where: str) -> None:
@@ -309,13 +302,13 @@ _TEXT_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
 _TABLE_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".json": _json_rows,
     ".jsonl": _jsonl_rows,
-    ".jsonl.gz": _compressed_rows("gzip"),
-    ".jsonl.zst": _compressed_rows("zstd"),
+    ".jsonl.gz": partial(_compressed_rows, "gzip"),
+    ".jsonl.zst": partial(_compressed_rows, "zstd"),
     ".parquet": _parquet_rows,
 }
-_SEPARATED_READERS = {".csv": _separated_rows(","), ".tsv": _separated_rows("\t")}
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _COMPRESSED = (".jsonl.gz", ".jsonl.zst")
-_SUFFIXES = (*_TEXT_READERS, *_TABLE_READERS, *_SEPARATED_READERS)
+_SUFFIXES = (*_TEXT_READERS, *_TABLE_READERS, *_SEPARATORS)
 # Why something in a folder is not read.
 _UNKNOWN = f"they do not end in {', '.join(_SUFFIXES)}"
 _LINK = "they are links to folders, which may lead back or out of the folder (copy what they hold, or name it yourself)"

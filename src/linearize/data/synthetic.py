@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from random import Random
 from statistics import median
-from typing import Any
 
 import torch
 
-from linearize.base import UserError
+from linearize.base import UserError, progress
 from linearize.configs.data import DataConfig
 from linearize.configs.tasks import AssociativeRecall, ListOps
-from linearize.data.examples import Example, classified_texts, examples_dataset
+from linearize.data.examples import Example, examples_dataset, padded_texts
 from linearize.data.labels import Classes
-from linearize.data.packing import Dataset, document_progress
+from linearize.data.packing import Dataset
 from linearize.data.rows import IGNORED, PackedRows
 from linearize.data.splits import require_enough
 from linearize.hf.teacher import TeacherShape
@@ -109,13 +108,10 @@ def expressions(task: ListOps, seed: str) -> Iterator[Example]:
 def _listops(task: ListOps, use_cache: bool | None) -> Dataset:
     require_enough(task.held_out_examples, "expressions (data.task.held_out_examples)", "set more of them")
     train_count, count = task.train_examples, task.held_out_examples
-    made: list[Example] = []
-    with document_progress("making expressions") as advance:
-        for example in islice(expressions(task, "ListOps 0"), train_count + 2 * count):
-            made.append(example)
-            advance(1)
+    total = train_count + 2 * count
+    made = list(progress(islice(expressions(task, "ListOps 0"), total), "making expressions", total))
     validation, train, test = made[:count], made[count : count + train_count], made[count + train_count :]
-    return examples_dataset(*(classified_texts(part, PAD, use_cache) for part in (train, validation, test)))
+    return examples_dataset(*(padded_texts(part, PAD, use_cache) for part in (train, validation, test)))
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -143,10 +139,10 @@ def check_generated(config: DataConfig, shape: TeacherShape, classes: Classes) -
             )
 
 
-def build_generated(
-    config: DataConfig, shape: TeacherShape, classes: Classes, *, seed: int, use_cache: bool | None
-) -> Dataset:
-    """Return the examples of a built-in task; raises as `check_generated`."""
-    task: Any = config.task
-    check_generated(config, shape, classes)
+def build_generated(task: AssociativeRecall | ListOps, *, seed: int, use_cache: bool | None) -> Dataset:
+    """Return the examples of a built-in task.
+
+    Raises:
+        UserError: fewer held-out examples than an interval needs.
+    """
     return _recall(task, seed) if isinstance(task, AssociativeRecall) else _listops(task, use_cache)

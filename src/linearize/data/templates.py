@@ -231,7 +231,10 @@ def _with_known_roles(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -
     """
     for role in sorted({message["role"] for message in messages} - set(_ROLES)):
         rendered = _render(messages, tokenizer)
-        as_any, as_reply = (_with_role(messages, role, other) for other in (_MARK, "assistant"))
+        as_any, as_reply = (
+            [message | {"role": other} if message["role"] == role else message for message in messages]
+            for other in (_MARK, "assistant")
+        )
         if _rendered(as_any, tokenizer).replace(_MARK, role).lower() == rendered.lower():
             number = 1 + [message["role"] for message in messages].index(role)
             raise UserError(
@@ -256,10 +259,6 @@ def _needed(messages: list[Row], tokenizer: PreTrainedTokenizerBase, most: int |
         if number >= MESSAGES and tokens >= most and message["role"] == "assistant":
             return messages[:number]
     return messages
-
-
-def _with_role(messages: list[Row], role: str, other: str) -> list[Row]:
-    return [message | {"role": other} if message["role"] == role else message for message in messages]
 
 
 def _rendered(messages: list[Row], tokenizer: PreTrainedTokenizerBase, *, prompt: bool = False) -> str:
