@@ -91,7 +91,6 @@ class TokenizedPrompt:
         return self._inputs() if "return_tensors" in options else self._wrapped(text, **options)
 
     def apply_chat_template(self, *_: Any, **__: Any) -> BatchEncoding:
-        """Return the prompt as tensors."""
         return self._inputs()
 
     def _inputs(self) -> BatchEncoding:
@@ -113,11 +112,9 @@ class Prepared(ModelManager):
 
     @staticmethod
     def get_model_modality(*_: Any, **__: Any) -> Modality:
-        """Return the modality of all models here, text."""
         return Modality.LLM
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> Any:
-        """Return the model and its tokenizer."""
         return self.served.model, TokenizedPrompt(self.served.tokenizer, self.tokens)
 
 

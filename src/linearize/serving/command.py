@@ -194,7 +194,8 @@ def start_transformers(
         served[teacher_name] = loaded(beside)
     chats = served[name].chats
     shown = make_page((name, served[name].model), teacher_name, chats=chats) if page else None
-    hosts = ["localhost", "127.0.0.1", "::1", "[::1]", host] if _is_local(host) else None
+    is_local = host in ("localhost", "::1") or host.startswith("127.")
+    hosts = ["localhost", "127.0.0.1", "::1", "[::1]", host] if is_local else None
 
     def started() -> None:
         note(f"transformers' server answers at {address}/v1 for {' and '.join(served)}")
@@ -246,10 +247,6 @@ def bound(host: str, port: int) -> socket.socket:
             f"--host, --port: expected an address that is free, found {host}:{port}: {reason}; choose another"
         ) from None
     return found
-
-
-def _is_local(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _teacher(folder: str, teacher: str | None, dtype: torch.dtype, device: torch.device, note: Note) -> str | None:

@@ -23,7 +23,13 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 class Guard:
-    """ASGI middleware that checks the key and reads the body of a request before the application sees it."""
+    """ASGI middleware that checks the key and reads the body of a request before the application sees it.
+
+    Attributes:
+        api_key: the key that requests must send, except to `open_paths`; None: no key.
+        most_bytes: largest size of a body.
+        body_seconds: longest time to receive it.
+    """
 
     def __init__(
         self,
@@ -34,15 +40,6 @@ class Guard:
         most_bytes: int,
         body_seconds: float = BODY_SECONDS,
     ) -> None:
-        """Wrap an application.
-
-        Args:
-            app: an ASGI application.
-            api_key: the key that requests must send; None: no key.
-            open_paths: paths that need no key.
-            most_bytes: largest size of a body.
-            body_seconds: longest time to receive it.
-        """
         self.app, self.api_key, self.open_paths = app, api_key, open_paths
         self.most_bytes, self.body_seconds = most_bytes, body_seconds
 
@@ -53,10 +50,10 @@ class Guard:
         try:
             if error := self._error_in_head(scope):
                 # Many clients read the answer only after they have sent the whole body.
-                with suppress(asyncio.TimeoutError):
+                with suppress(asyncio.TimeoutError, HTTPException):
                     await asyncio.wait_for(self._read(receive, 0), DISCARD_SECONDS)
                 raise error
-            body = await asyncio.wait_for(self._body(receive), self.body_seconds)
+            body = await asyncio.wait_for(self._read(receive, self.most_bytes), self.body_seconds)
         except HTTPException as error:
             await refusal(error.status_code, error.detail, headers=_CLOSE)(scope, receive, send)
             return
@@ -83,24 +80,23 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         return self._too_large() if length.isdigit() and int(length[:20]) > self.most_bytes else None
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Return the whole body; None: the client left before its end."""
-        body, size = await self._read(receive, self.most_bytes)
-        if size > self.most_bytes:
-            raise self._too_large()
-        return body
+    async def _read(self, receive: Receive, most_bytes: int) -> bytes | None:
+        """Read a body to its end, and return it; None: the client left before.
 
-    async def _read(self, receive: Receive, most_bytes: int) -> tuple[bytes | None, int]:
-        """Read a whole body; return its first `most_bytes` bytes, or None if the client left, and its size."""
+        Raises:
+            HTTPException: it has more than `most_bytes` bytes, of which the others are not stored (413).
+        """
         body, size, more = bytearray(), 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return None, size
+                return None
             chunk, more = message.get("body", b""), message.get("more_body", False)
             size += len(chunk)
             body += chunk[: max(0, most_bytes - len(body))]
-        return bytes(body), size
+        if size > most_bytes:
+            raise self._too_large()
+        return bytes(body)
 
     def _too_large(self) -> HTTPException:
         return HTTPException(
@@ -116,7 +112,6 @@ class LimitedProtocol(H11Protocol):
     _head_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Accept a connection as uvicorn does, or close it if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
@@ -124,12 +119,10 @@ class LimitedProtocol(H11Protocol):
             self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Read data as uvicorn does, and start the timer of a head at its first byte."""
         super().data_received(data)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, and close as uvicorn does."""
         if self._head_due is not None:
             self._head_due.cancel()
         super().connection_lost(exc)

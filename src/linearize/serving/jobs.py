@@ -38,7 +38,6 @@ class Job:
     """
 
     def __init__(self, most_seconds: float) -> None:
-        """Make a job whose generation may take `most_seconds`."""
         self.most_seconds = most_seconds
         self._deadline = float("inf")
         self._reason: tuple[int, str] | None = None  # why it ended: status and message
@@ -110,7 +109,6 @@ class ModelQueue(GenerateManager):
     """transformers' queue of one model, whose requests run one after another, with a limit on its length."""
 
     def __init__(self, most_queued: int) -> None:
-        """Make an empty queue for at most `most_queued` requests in progress or waiting."""
         super().__init__()
         self.most_queued = most_queued
         self.jobs: set[Job] = set()
@@ -172,13 +170,7 @@ class LimitedGeneration(GenerationState):
     def __init__(
         self, models: Iterable[PreTrainedModel], *, most_queued: int = MOST_QUEUED, most_seconds: float = MOST_SECONDS
     ) -> None:
-        """Add hooks that check the current job before each layer of these models.
-
-        Args:
-            models: models whose layers are in an `nn.ModuleList`.
-            most_queued: most requests of one model in progress or waiting.
-            most_seconds: longest time of one generation.
-        """
+        """Add hooks that check the current job before each layer of these models, in their `nn.ModuleList`."""
         super().__init__()
         self.most_queued, self.most_seconds = most_queued, most_seconds
         self._queues: dict[str, ModelQueue] = {}
@@ -189,7 +181,6 @@ class LimitedGeneration(GenerationState):
                         layer.register_forward_pre_hook(_check_current)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> ModelQueue:
-        """Return the queue of a model."""
         return self._queues.setdefault(model_id, ModelQueue(self.most_queued))
 
     def job(self) -> Job:

@@ -28,7 +28,9 @@ class Page:
 
 
 def make_page(student: tuple[str, PreTrainedModel], teacher: str | None, *, chats: bool) -> Page:
-    """Return the page for a linearized model.
+    """Return the page for a linearized model, with the models in the order of their columns.
+
+    After n tokens a cache has ``constant_bytes + n * bytes_per_token`` bytes, in the model's dtype (`linearize plan`).
 
     Args:
         student: its name and the model.
@@ -39,14 +41,6 @@ def make_page(student: tuple[str, PreTrainedModel], teacher: str | None, *, chat
     inline = {tag: re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL) for tag in ("script", "style")}
     allowed = "; ".join(f"{tag}-src {' '.join(map(_hash, found))}" for tag, found in inline.items())
     policy = f"default-src 'none'; connect-src 'self'; {allowed}; base-uri 'none'; form-action 'none'"
-    return Page(html, policy, page_contents(student, teacher, chats=chats))
-
-
-def page_contents(student: tuple[str, PreTrainedModel], teacher: str | None, *, chats: bool) -> dict[str, Any]:
-    """Return the data of the page: the models in the order of their columns, and the size of their caches.
-
-    After n tokens a cache has ``constant_bytes + n * bytes_per_token`` bytes, in the model's dtype (`linearize plan`).
-    """
     name, model = student
     config: Any = model.config
     shape = TeacherShape.from_config(config.to_dict())
@@ -57,7 +51,7 @@ def page_contents(student: tuple[str, PreTrainedModel], teacher: str | None, *, 
     models = [{"name": name, "role": "student"} | kept]
     if teacher is not None:
         models.append({"name": teacher, "role": "teacher"} | grows)
-    return {
+    contents = {
         "models": models,
         "chats": chats,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -67,6 +61,7 @@ def page_contents(student: tuple[str, PreTrainedModel], teacher: str | None, *, 
         "break_even_tokens": memory.break_even_tokens,
         "sliding_layers": len(shape.sliding_layers),
     }
+    return Page(html, policy, contents)
 
 
 def _hash(text: str) -> str:

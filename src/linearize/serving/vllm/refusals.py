@@ -54,11 +54,6 @@ REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
 )
 
 
-def _check_heads_divide(vllm_config: Any) -> None:
-    """Raise ValueError if the heads cannot be divided over the processes: then pages have no size."""
-    page_bytes(vllm_config)
-
-
 class ServingConfig(VerifyAndUpdateConfig):
     """Checks that vLLM calls with its settings before it makes the model."""
 
@@ -94,5 +89,5 @@ class ServingConfig(VerifyAndUpdateConfig):
         for asked, reason in REFUSED:
             if asked(vllm_config):
                 raise ValueError(reason)
-        _check_heads_divide(vllm_config)
+        page_bytes(vllm_config)  # raises if the heads cannot be divided over the processes
         MambaModelConfig.verify_and_update_config(vllm_config)
