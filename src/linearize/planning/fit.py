@@ -126,8 +126,10 @@ def fit(
 def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, int | bool]]:
     """Yield changes of a stage by the time that they cost: none, smaller micro batches, further settings."""
     free = {name for name in SETTINGS if name not in config.model_fields_set}
-    sizes = [None] if "micro_batch_size" not in free else [None, *_divisors(config.batch_size)]
-    smaller: list[dict[str, int | bool]] = [{} if size is None else {"micro_batch_size": size} for size in sizes]
+    smaller: list[dict[str, int | bool]] = [{}]
+    if "micro_batch_size" in free:
+        divisors = (size for size in range(config.batch_size // 2, 0, -1) if config.batch_size % size == 0)
+        smaller += ({"micro_batch_size": size} for size in divisors)
     yield from smaller
     if isinstance(config, FinetuneConfig) and "activation_checkpointing" in free:
         yield from ({**one, "activation_checkpointing": True} for one in smaller)
@@ -135,8 +137,3 @@ def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, int | bool]
         while layers > 1:
             layers = -(-layers // 2)
             yield {**smaller[-1], "layers_per_block": layers}
-
-
-def _divisors(batch_size: int) -> list[int]:
-    """Return the proper divisors of a batch size, no more than half of it, the largest first."""
-    return [size for size in range(batch_size // 2, 0, -1) if batch_size % size == 0]

@@ -52,10 +52,6 @@ class StepBytes:
     left: int
     evaluation: int
 
-    @property
-    def peak(self) -> int:
-        return max(self.forward, self.backward, self.evaluation)
-
 
 def step_bytes(
     model: MetaModel,
@@ -119,10 +115,9 @@ def _step_bytes(
                 kept.append(index)
         return _run(model, layers, kept, config, dtype, length, device)
 
-    if bidirectional:  # layers are few and may share weights
-        return run(counts).peak
-    two = {kind: min(2, count) for kind, count in counts.items()}
-    more = [kind for kind, count in counts.items() if count > 2]
+    # An encoder's layers are few and may share weights, so all of them are run.
+    two = counts if bidirectional else {kind: min(2, count) for kind, count in counts.items()}
+    more = [kind for kind, count in counts.items() if count > two[kind]]
     variants = [two, *(two | {kind: 1} for kind in more)]
     found, *fewer = [run(most) for most in progress(variants, "forecasting memory")]
     forward, backward = found.forward, found.backward

@@ -51,10 +51,7 @@ def make_plan(
     Raises:
         UserError: the contents of the teacher's config.json make no model.
     """
-    if len(layers) != teacher.num_layers:
-        raise ValueError(f"layers: expected one entry per teacher layer ({teacher.num_layers}), found {len(layers)}")
     model = MetaModel.of(teacher)
-
     mixers = mixer_costs(layers, teacher, dtype, model.rotary_dims)
     converted, kept = ([i for i, mixer in enumerate(mixers) if (mixer is None) is stays] for stays in (False, True))
     memory = generation_memory(mixers, teacher, dtype)
@@ -109,9 +106,6 @@ def make_plan(
     )
 
 
-# --- exact: parameters ------------------------------------------------------------------------------------------------
-
-
 def finetuned_parameters(config: FinetuneConfig, teacher: MetaModel, mixers: int) -> int:
     """Return the number of trained parameters when a student with `mixers` parameters in mixers is fine-tuned."""
     if config.all_weights:
@@ -124,9 +118,6 @@ def lora_parameters(lora: LoRAConfig, teacher: MetaModel) -> int:
     """Return the number of LoRA parameters: rank x (inputs + outputs) per projection; fused ones count as one."""
     adapted: dict[str, Any] = projections(teacher.model, lora.targets)
     return lora.rank * sum(sum(module.weight.shape) for module in adapted.values())
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def stage_memory(
@@ -147,9 +138,6 @@ def stage_memory(
         weights, trained = model.total + new, finetuned_parameters(config, model, new)
     step = step_bytes(model, layers, config, dtype=dtype, length=length, device=device) if trained else 0
     return weights * dtype.itemsize + trained * FP32 + int(trained * MOMENT_BYTES[config.optimizer]) + step
-
-
-# --- block by block ---------------------------------------------------------------------------------------------------
 
 
 def _transferred_at_once(config: TransferConfig, model: MetaModel, mixers: Mixers) -> tuple[int, int]:
@@ -176,9 +164,6 @@ def _between_blocks(config: TransferConfig, teacher: TeacherShape, training_toke
     tokens = config.max_tokens if training_tokens is None else training_tokens
     boundaries = -(-teacher.num_layers // config.layers_per_block) - 1
     return None if tokens is None else tokens * boundaries * teacher.hidden_size
-
-
-# --- estimates: tokens, FLOPs, memory ---------------------------------------------------------------------------------
 
 
 def _tokens(stage: TrainConfig, training_tokens: int | None) -> int | None:
