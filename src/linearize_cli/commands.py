@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from linearize.base import UserError
 from linearize_cli.options import (
     RECOMMENDED,
     Compile,
@@ -179,7 +180,6 @@ def run(
     """
     chosen = recipe_of(recipe, set_, {"data.dataset": dataset, "seed": seed})
 
-    from linearize.base import UserError
     from linearize.distributed import init_distributed
     from linearize.report import terminal
     from linearize.report.load import load_run
@@ -276,7 +276,6 @@ def evaluate(
     --set evaluation.long=true measures untrained controls, copying, agreement, generations, recall and heads instead.
     Controls that train are there only where the run itself was made with evaluation.long=true.
     """
-    from linearize.base import UserError
     from linearize.distributed import init_distributed
     from linearize.recipe import parse_overrides
     from linearize.report import terminal
@@ -363,7 +362,6 @@ def report(
     output: Annotated[Path | None, typer.Option(help="the page; DIR/report.html by default")] = None,
 ) -> None:
     """Write one self-contained HTML page about a run: what was kept, what was lost, and what it cost."""
-    from linearize.base import UserError
     from linearize.report.page import write_report
 
     if output is None and len(folders) > 1:
@@ -519,7 +517,6 @@ def serve(
     device: Device = "auto",
 ) -> None:
     """Serve a model by an OpenAI-compatible API: by vLLM if it is installed, else by transformers' own server."""
-    from linearize.base import UserError
     from linearize.serving import command as serving
 
     if api_key == "" or (api_key is None and os.environ.get("LINEARIZE_API_KEY") == ""):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from linearize.base import UserError, without_controls
+
 if TYPE_CHECKING:
     from linearize.recipe import Recipe
     from linearize.run.folder import Run
@@ -74,8 +76,6 @@ def job_of(recipe: Recipe, model: str, output: Path, dtype: str, device: str) ->
 
 
 def block_of(given: str | None) -> Any:
-    from linearize.base import UserError
-
     if given is None or given == "any":
         return given
     if not given.removeprefix("-").isdecimal():
@@ -89,8 +89,6 @@ def command_line() -> str:
 
 def device_of(name: str) -> Any:
     import torch
-
-    from linearize.base import UserError
 
     # Denormal numbers in features and gradients are tens of times slower on a CPU. All commands call this function
     # before they compute, and torch's threads, started later, inherit the setting.
@@ -109,8 +107,6 @@ def device_of(name: str) -> Any:
 
 def dtype_of(name: str, device: Any) -> Any:
     import torch
-
-    from linearize.base import UserError
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name == "auto":
@@ -131,6 +127,4 @@ def show(result: Any, as_json: bool) -> None:
 
 def note(text: str) -> None:
     """Print a line on standard error, with control characters escaped."""
-    from linearize.base import without_controls
-
     typer.echo(without_controls(text), err=True)
