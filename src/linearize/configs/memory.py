@@ -38,13 +38,9 @@ class MemoryConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _for_layers(self) -> MemoryConfig:
+    def _consistent(self) -> MemoryConfig:
         if self.learned_sink and self.per != "layer":
             raise ValueError("learned_sink needs per `layer`: set memory.per=layer, or memory.learned_sink=false")
-        return self
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> MemoryConfig:
         if self.bytes is None and self.fraction is None:
             raise ValueError("expected either `bytes` or `fraction`, found neither; set memory.fraction, e.g. to 0.11")
         if self.bytes is not None and self.fraction is not None:

@@ -12,10 +12,10 @@ from linearize.base import UserError
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes of a model's head, by name, as in its config's `label2id`; `count` None: their number is unknown."""
+    """The classes of a model's head, by name, as in its config's `label2id`, and their number."""
 
     numbers: Mapping[str, int]
-    count: int | None
+    count: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Classes:
@@ -39,7 +39,7 @@ class Classes:
         if number is None or (isinstance(value, float) and not value.is_integer()):
             known = ", ".join(self.numbers) or "numbers"
             raise UserError(f"{where}: expected a class of the model ({known:.80}), found {value!r:.60}")
-        if self.count is not None and not 0 <= number < self.count:
+        if not 0 <= number < self.count:
             raise UserError(
                 f"{where}: expected a class from 0 to {self.count - 1}, because the model's config has {self.count}; "
                 f"found {number}; use a model with a head for these classes (num_labels)"

@@ -126,7 +126,7 @@ def check_generated(config: DataConfig, shape: TeacherShape, classes: Classes) -
             f"data.task: expected a decoder with at least {task.vocabulary_size} tokens (data.task.vocabulary_size), "
             f"found {shape.model_type} with {shape.vocab_size}; use another model"
         )
-    if isinstance(task, ListOps) and (shape.vocab_size < len(TOKENS) or (classes.count or 10) < 10):
+    if isinstance(task, ListOps) and (shape.vocab_size < len(TOKENS) or classes.count < 10):
         raise UserError(
             f"data.task: expected a model with at least {len(TOKENS)} tokens and 10 classes, found {shape.vocab_size} "
             f"and {classes.count}; use a config with vocab_size {len(TOKENS)} and num_labels 10"

@@ -74,11 +74,6 @@ class Layers:
     window: int | None
     sinks: bool
 
-    @property
-    def types(self) -> list[str]:
-        """Return `layer_types` of a stock config."""
-        return ["sliding_attention" if windowed else "full_attention" for windowed in self.windowed]
-
 
 def read_layers(student: PreTrainedModel) -> Layers:
     """Return the windows of a student's layers.
@@ -213,7 +208,8 @@ def _config(student: PreTrainedModel, layers: Layers, name: str) -> Any:
     fields = {field: getattr(source, field) for field in COPIED if getattr(source, field, None) is not None}
     fields |= STOCK_CLASSES[name].fields
     head_dim = head_dim_of(source)
-    fields |= {"head_dim": head_dim, "layer_types": layers.types, "dtype": student.dtype}
+    types = ["sliding_attention" if windowed else "full_attention" for windowed in layers.windowed]
+    fields |= {"head_dim": head_dim, "layer_types": types, "dtype": student.dtype}
     fields["sliding_window"] = source.max_position_embeddings if layers.window is None else layers.window
     if name == "granite_swa":
         fields |= {"attention_bias": True, "attention_multiplier": head_dim**-0.5}
