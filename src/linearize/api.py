@@ -14,7 +14,7 @@ from linearize.hf.convert import convert_layers, to_softmax
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.mixers.feature_maps import register_feature_map
-from linearize.planning.checks import check_run
+from linearize.planning.plan import check_run
 from linearize.recipe import KeepByTransferError, Recipe
 from linearize.run.allocation import measure
 from linearize.training.attention_transfer import attention_transfer

@@ -105,7 +105,6 @@ def plan(
     from linearize.layer_plan import resolve
     from linearize.planning import cluster as clusters
     from linearize.planning import plan as planning
-    from linearize.planning.checks import check_run
     from linearize.planning.fit import fit, parse_memory
 
     shape = TeacherShape.from_config(read_config(model))
@@ -113,7 +112,7 @@ def plan(
     computed_in = dtype_of(dtype, torch.device("cpu"))
     # The layers that transfer worst are not known yet, but their number is, and any choice costs the same.
     layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)], dtype=computed_in)
-    check_run(chosen, shape, layers)
+    planning.check_run(chosen, shape, layers)
     found = None
     if gpu_memory is not None:
         found = fit(chosen, shape, layers, dtype=computed_in, memory=parse_memory(gpu_memory))

@@ -13,7 +13,7 @@ from linearize.base import UserError
 from linearize.hf.checkpoint import read_config
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
-from linearize.planning.checks import check_run
+from linearize.planning.plan import check_run
 from linearize.recipe import Recipe
 from linearize.run import folder, pipeline
 from tests import tiny

@@ -47,14 +47,6 @@ def recall_rows(task: AssociativeRecall, examples: int, *, labels: str, seed: st
     return PackedRows(input_ids, positions, input_ids.masked_fill(~learned, IGNORED))
 
 
-def _recall(task: AssociativeRecall, seed: int) -> Dataset:
-    require_enough(task.held_out_examples, "examples (data.task.held_out_examples)", "set more of them")
-    train = recall_rows(task, task.train_examples, labels=task.labels, seed=f"recall, train {seed}")
-    streams = ("recall, held out 0", "recall, test 0")
-    held_out = (recall_rows(task, task.held_out_examples, labels="last", seed=stream) for stream in streams)
-    return examples_dataset(train, *held_out)
-
-
 # --- ListOps ----------------------------------------------------------------------------------------------------------
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
@@ -105,15 +97,6 @@ def expressions(task: ListOps, seed: str) -> Iterator[Example]:
             yield example
 
 
-def _listops(task: ListOps, use_cache: bool | None) -> Dataset:
-    require_enough(task.held_out_examples, "expressions (data.task.held_out_examples)", "set more of them")
-    train_count, count = task.train_examples, task.held_out_examples
-    total = train_count + 2 * count
-    made = list(progress(islice(expressions(task, "ListOps 0"), total), "making expressions", total))
-    validation, train, test = made[:count], made[count : count + train_count], made[count + train_count :]
-    return examples_dataset(*(padded_texts(part, PAD, use_cache) for part in (train, validation, test)))
-
-
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
@@ -145,4 +128,13 @@ def build_generated(task: AssociativeRecall | ListOps, *, seed: int, use_cache: 
     Raises:
         UserError: fewer held-out examples than an interval needs.
     """
-    return _recall(task, seed) if isinstance(task, AssociativeRecall) else _listops(task, use_cache)
+    count = task.held_out_examples
+    require_enough(count, "examples (data.task.held_out_examples)", "set more of them")
+    if isinstance(task, AssociativeRecall):
+        train = recall_rows(task, task.train_examples, labels=task.labels, seed=f"recall, train {seed}")
+        streams = ("recall, held out 0", "recall, test 0")
+        return examples_dataset(train, *(recall_rows(task, count, labels="last", seed=stream) for stream in streams))
+    total = task.train_examples + 2 * count
+    made = list(progress(islice(expressions(task, "ListOps 0"), total), "making expressions", total))
+    parts = made[count : total - count], made[:count], made[total - count :]
+    return examples_dataset(*(padded_texts(part, PAD, use_cache) for part in parts))

@@ -1,4 +1,4 @@
-"""Compute the cost of a run from the recipe and the teacher's config.json, on models without weights.
+"""Check a run and compute its cost from the recipe and the teacher's config.json, on models without weights.
 
 Encoders have neither cache nor state: conversion makes time and memory of their attention linear in length. Their
 parameters are the base model's, without the head of a task. Parameters, bytes of state and bytes per token are exact.
@@ -14,16 +14,20 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from linearize.base import UserError
 from linearize.configs.mixer import LayerPlan
 from linearize.configs.training import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 from linearize.costs import FP32, Mixers, generation_memory, mixer_costs, softmax_flops
-from linearize.data.load import row_length
-from linearize.hf.classes import projections
+from linearize.data.load import check_data, row_length
+from linearize.hf.classes import build, projections
 from linearize.hf.meta import MetaModel
+from linearize.hf.partial_model import stored_by_layer
 from linearize.hf.teacher import TeacherShape
 from linearize.planning.forecast import step_bytes
 from linearize.planning.results import Plan, StageCost
 from linearize.recipe import Recipe
+from linearize.training.attention_transfer import check_transfer
+from linearize.training.finetune import check_trains
 from linearize.training.optimizers import MOMENT_BYTES
 
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
@@ -211,6 +215,41 @@ def _finetune_flops(
     outputs = forward + sum(teacher.passes) * softmax if config.loss.needs_teacher else 0
     again = forward - 2 * model.outside + 2 * adapters + attention if config.activation_checkpointing else 0
     return (3 if config.all_weights else 2) * forward + 6 * adapters + 3 * attention + outputs + again
+
+
+def check_run(recipe: Recipe, teacher: TeacherShape, layers: LayerPlan) -> None:
+    """Check, without weights, that a teacher can be converted and trained as a recipe says.
+
+    Args:
+        layers: the recipe's plan, resolved for the teacher.
+
+    Raises:
+        UserError: the teacher does not fit the task, or has too few positions; a stage has no weights to train, or a
+            loss that is not defined for these mixers; or the weights cannot be read block by block.
+    """
+    check_data(recipe.data, teacher)
+    with torch.device("meta"):
+        built = {config: build(config, teacher) for config in dict.fromkeys(layers) if config is not None}
+    mixers = {f"layer {index}": built[config] for index, config in enumerate(layers) if config is not None}
+    if recipe.transfer is not None:
+        check_transfer(recipe.transfer, mixers)
+        if recipe.transfer.layers_per_block is not None:
+            _check_blocks(recipe, teacher)
+    for stage, config in (("adapt", recipe.adapt), ("finetune", recipe.finetune)):
+        if config is not None:
+            check_trains(config, [*mixers.values()], stage)
+
+
+def _check_blocks(recipe: Recipe, teacher: TeacherShape) -> None:
+    """Raise UserError if block-wise transfer is impossible: no language model, or experts stored one by one."""
+    task, advice = recipe.data.task, "set transfer.layers_per_block=null"
+    if not task.language:
+        raise UserError(f"transfer.layers_per_block: expected a language model, found the task {task.type}; {advice}")
+    if not stored_by_layer(teacher.model_type):
+        raise UserError(
+            f"transfer.layers_per_block: expected weights that are stored in the layout of the model, found "
+            f"{teacher.model_type!r}, whose experts are not; {advice}"
+        )
 
 
 def render(plan: Plan) -> Table:

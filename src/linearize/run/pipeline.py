@@ -25,7 +25,6 @@ from linearize.hf.sharded_checkpoint import save_sharded
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.planning import plan as planning
-from linearize.planning.checks import check_run
 from linearize.planning.results import TRAINING_STAGES
 from linearize.recipe import Recipe
 from linearize.run.allocation import measure, stored
@@ -65,7 +64,7 @@ def run(
     check_tasks(run.recipe.evaluation, trusted=trust_tasks)
     shape = TeacherShape.from_config(read_config(run.model))
     layers = resolve(run.recipe, shape, dtype=run.dtype)
-    check_run(run.recipe, shape, layers)
+    planning.check_run(run.recipe, shape, layers)
     check_block(run.recipe, shape, block)
     check_output(run)
     run = laid_out(run, shape, layers)

@@ -11,8 +11,8 @@ import torch
 from linearize.hf.checkpoint import read_config
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
-from linearize.planning.checks import check_run
 from linearize.planning.fit import SETTINGS, fit, parse_memory
+from linearize.planning.plan import check_run
 from linearize.planning.results import TRAINING_STAGES
 from linearize.recipe import Recipe
 from linearize.run.folder import Run
