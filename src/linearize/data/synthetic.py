@@ -60,17 +60,16 @@ PAD, CLS = 0, 1
 TOKENS = {name: index for index, name in enumerate(("[PAD]", "[CLS]", *map(str, range(10)), *OPERATORS, "]"))}
 
 
-def expression(random: Random, task: ListOps, depth: int = 1, room: int | None = None) -> tuple[list[str], int] | None:
+def expression(random: Random, task: ListOps, room: int, depth: int = 1) -> tuple[list[str], int] | None:
     """Return the tokens and the value of a random expression; None: it is longer than `room` tokens.
 
     Most random expressions grow far too long, so stopping early saves most of the time.
     """
-    room = task.max_length if room is None else room
     operator = random.choice(list(OPERATORS))
     tokens, values = [operator], []
     for _ in range(random.randint(2, task.max_arguments)):
         if depth < task.max_depth and random.random() < NESTED:
-            inner = expression(random, task, depth + 1, room - len(tokens) - 1)
+            inner = expression(random, task, room - len(tokens) - 1, depth + 1)
             if inner is None:
                 return None
             tokens += inner[0]
@@ -87,7 +86,7 @@ def expressions(task: ListOps, seed: str) -> Iterator[Example]:
     """Yield different expressions of the task's lengths, endlessly."""
     random, seen = Random(seed), set[bytes]()
     while True:
-        made = expression(random, task)
+        made = expression(random, task, task.max_length)
         if made is None or len(made[0]) < task.min_length:
             continue
         tokens, value = made
