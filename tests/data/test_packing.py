@@ -597,8 +597,8 @@ def test_long_work_says_so_in_a_log(tmp_path, tokenizer, capfd, monkeypatch):
     monkeypatch.setattr("linearize.base.QUIET_SECONDS", -1.0)
     path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
     build_dataset(config(path, validation_fraction=0.3), tokenizer, seed=0)
-    # The first is due at once, the next after half a minute.
-    assert capfd.readouterr() == ("", "tokenising: 0 documents\n")
+    # The first is due after the first batch, the next half a minute later.
+    assert capfd.readouterr() == ("", "tokenising: 64 documents\n")
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
