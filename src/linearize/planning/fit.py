@@ -126,10 +126,9 @@ def fit(
 def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, int | bool]]:
     """Yield changes of a stage by the time that they cost: none, smaller micro batches, further settings."""
     free = {name for name in SETTINGS if name not in config.model_fields_set}
-    smaller: list[dict[str, int | bool]] = [{}]
-    if "micro_batch_size" in free:
-        divisors = (size for size in range(config.batch_size // 2, 0, -1) if config.batch_size % size == 0)
-        smaller += ({"micro_batch_size": size} for size in divisors)
+    divisors = [size for size in range(config.batch_size // 2, 0, -1) if config.batch_size % size == 0]
+    sizes = [None, *divisors] if "micro_batch_size" in free else [None]
+    smaller: list[dict[str, int | bool]] = [{} if size is None else {"micro_batch_size": size} for size in sizes]
     yield from smaller
     if isinstance(config, FinetuneConfig) and "activation_checkpointing" in free:
         yield from ({**one, "activation_checkpointing": True} for one in smaller)

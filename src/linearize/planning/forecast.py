@@ -116,7 +116,7 @@ def _step_bytes(
         return _run(model, layers, kept, config, dtype, length, device)
 
     # An encoder's layers are few and may share weights, so all of them are run.
-    two = counts if bidirectional else {kind: min(2, count) for kind, count in counts.items()}
+    two = {kind: count if bidirectional else min(2, count) for kind, count in counts.items()}
     more = [kind for kind, count in counts.items() if count > two[kind]]
     variants = [two, *(two | {kind: 1} for kind in more)]
     found, *fewer = [run(most) for most in progress(variants, "forecasting memory")]
