@@ -55,6 +55,8 @@ def make_plan(
     Raises:
         UserError: the contents of the teacher's config.json make no model.
     """
+    if len(layers) != teacher.num_layers:
+        raise ValueError(f"layers: expected one entry per teacher layer ({teacher.num_layers}), found {len(layers)}")
     model = MetaModel.of(teacher)
     mixers = mixer_costs(layers, teacher, dtype, model.rotary_dims)
     converted, kept = ([i for i, mixer in enumerate(mixers) if (mixer is None) is stays] for stays in (False, True))
