@@ -198,15 +198,20 @@ def examples_dataset(train: Rows, validation: Rows, test: Rows) -> Dataset:
     return Dataset(train, validation, test, (len(train), len(validation), len(test)))
 
 
-def padded_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> Texts:
-    """Return rows of at least one example, of the class that fits the examples' labels."""
+def unlabelled_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> Texts:
+    """Return rows of the examples without their labels."""
     input_ids = _filled([example.input_ids for example in examples], pad)
     lengths = torch.tensor([len(example.input_ids) for example in examples])
     segments = [example.segments for example in examples if example.segments is not None]
-    inputs = input_ids, lengths, _filled(segments, 0) if segments else None, use_cache
-    labels = [example.label for example in examples]
+    return Texts(input_ids, lengths, _filled(segments, 0) if segments else None, use_cache)
+
+
+def padded_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> Texts:
+    """Return rows of at least one example, of the class that fits the examples' labels."""
+    rows, labels = unlabelled_texts(examples, pad, use_cache), [example.label for example in examples]
     if labels[0] is None:
-        return Texts(*inputs)
+        return rows
+    inputs = rows.input_ids, rows.lengths, rows.segments, use_cache
     if isinstance(labels[0], list):
         return ClassifiedTokens(*inputs, _filled(labels, IGNORED))
     return ClassifiedTexts(*inputs, torch.tensor(labels))  # int64, or float32 for numbers
