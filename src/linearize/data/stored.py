@@ -71,12 +71,10 @@ def read_dataset(path: Path, identity: str | None) -> Dataset | None:
         if identity is not None and about.get("identity") != identity:
             return None
         tensors = load_file(path)
-        parts = (
-            {field: tensors[f"{part}/{field}"] for field in _FIELDS if f"{part}/{field}" in tensors} for part in _PARTS
-        )
-        train, validation, test = (PackedRows(**fields) for fields in parts)  # type: ignore[arg-type]
+        parts = [PackedRows(**_fields(tensors, part)) for part in _PARTS]  # type: ignore[arg-type]
         ids, labels = (x.split(tensors["lengths"].tolist()) for x in (tensors["ids"], tensors["labels"]))
         documents = tuple(TokenDocument(*both) for both in zip(ids, labels, strict=True))
+        train, validation, test = parts
         sizes: Any = tuple(json.loads(about["documents"]))
         dataset = Dataset(train, validation, test, sizes, documents)
         whole = dataset.fingerprint == about["fingerprint"]
@@ -99,3 +97,7 @@ def _tensors(dataset: Dataset) -> Iterator[tuple[str, Tensor]]:
     yield "ids", torch.cat([nothing, *(document.input_ids for document in documents)])
     yield "labels", torch.cat([nothing, *(document.labels for document in documents)])
     yield "lengths", torch.tensor([len(document) for document in documents], dtype=torch.int64)
+
+
+def _fields(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {field: tensors[f"{part}/{field}"] for field in _FIELDS if f"{part}/{field}" in tensors}
