@@ -141,18 +141,15 @@ ALL_WEIGHTS: dict[str, Any] = {
     "finetune.lora": None,
     "finetune.mixers": False,
     "finetune.loss": NEXT_TOKEN,
-    "finetune.window_dropout": None,
     "finetune.early_stopping": None,
 }
 # What trains in the two stages of Hedgehog (app. B.5), LOLCAT (sec. 3) and LoLCATs (sec. 3.1): mixers, then LoRA alone.
 TWO_STAGES: dict[str, Any] = {
     "adapt": None,
-    "transfer.window_dropout": None,
     "transfer.early_stopping": None,
     "finetune.all_weights": False,
     "finetune.mixers": False,
     "finetune.loss": NEXT_TOKEN,
-    "finetune.window_dropout": None,
     "finetune.early_stopping": None,
 }
 PLATEAU = {"type": "plateau", "factor": 0.1, "patience": 10, "min_lr": 1e-5}  # LoLCATs Table 8; numbers: code

@@ -116,9 +116,6 @@ def _check_encoder(recipe: Recipe) -> None:
             "transfer.layers_per_block: expected null, because an encoder is transferred as a whole; "
             f"found {recipe.transfer.layers_per_block}"
         )
-    for name, stage in (("transfer", recipe.transfer), ("adapt", recipe.adapt), ("finetune", recipe.finetune)):
-        if stage is not None and stage.window_dropout is not None:
-            raise UserError(f"{name}.window_dropout: expected null, because an encoder's mixer has no window to hide")
     if recipe.heads or recipe.memory is not None:
         field = "heads" if recipe.heads else "memory"
         raise UserError(

@@ -24,7 +24,6 @@ from linearize.recipe import Recipe
 from linearize.training import losses
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.finetune import OutputObjective, prepared
-from linearize.training.loop import Step
 from tests.hf.test_teacher import TINY
 
 CPU, WITHIN = torch.device("cpu"), 0.2
@@ -51,13 +50,13 @@ def steps(
     def forecast(config: Any) -> int:
         return step_bytes(MetaModel.of(shape), layers, config, dtype=dtype, length=length, device=CPU)
 
-    student, step = convert_layers(teacher, layers), Step(0, 1, 0)
+    student = convert_layers(teacher, layers)
     transfer = TransferObjective(student, recipe.transfer)
-    peaks = peak_bytes(lambda: transfer.backward([rows], step)), peak_bytes(lambda: transfer.evaluate(rows))
+    peaks = peak_bytes(lambda: transfer.backward([rows])), peak_bytes(lambda: transfer.evaluate(rows))
     yield forecast(recipe.transfer), *peaks
     with prepared(student, recipe.finetune, seed=0) as (module, autocast, _):
         finetune = OutputObjective(module, recipe.finetune, teacher, autocast)
-        peaks = peak_bytes(lambda: finetune.backward([rows], step)), peak_bytes(lambda: finetune.evaluate(rows))
+        peaks = peak_bytes(lambda: finetune.backward([rows])), peak_bytes(lambda: finetune.evaluate(rows))
         yield forecast(recipe.finetune), *peaks
 
 

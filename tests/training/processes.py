@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import linearize
-from linearize.configs.training import WindowDropout
 from linearize.distributed import barrier, init_distributed, main_process_first, world
 from linearize.hf import sharded_checkpoint
 from linearize.hf.sharded_checkpoint import load_sharded
@@ -57,7 +56,7 @@ def stages(architecture: str, folder: Path, shard: bool) -> None:
     given = _COMMON | {"loss": loss, "lr": 1e-3}
     for stage, fields in {
         "all": {"lora": None, "all_weights": True, "wise_ft_alpha": 0.5},
-        "lora": {"mixers": True, "batch_size": 8, "micro_batch_size": 2, "window_dropout": WindowDropout()},
+        "lora": {"mixers": True, "batch_size": 8, "micro_batch_size": 2},
     }.items():
         tuned = recipe.finetune.model_copy(update=given | fields)
         finetune(student, TRAIN, VALIDATION, tuned, teacher=teacher, output_dir=folder / stage)

@@ -23,11 +23,8 @@ from linearize.hf.attention import linearized_layers
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import SequenceLayout
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, load_transferred
-from linearize.training.loop import Step
 from tests import tiny
 from tests.probes import LargestTensor
-
-STEP = Step(0, 1, 0)
 
 ROWS = tiny.packed([[48], [20, 28], [1, 30, 17]])
 SPANS: list[dict[str, Any]] = [
@@ -82,7 +79,7 @@ def explicit_losses(teacher: PreTrainedModel, student: PreTrainedModel, rows: Pa
 def backward(student: PreTrainedModel, micro_batches: list[PackedRows]) -> tuple[list[float], list[Tensor]]:
     """Losses and gradients of attention transfer, by layer and by mixer parameter."""
     student.zero_grad()
-    losses = TransferObjective(student, tiny.recipe().transfer).backward(micro_batches, STEP)
+    losses = TransferObjective(student, tiny.recipe().transfer).backward(micro_batches)
     assert list(losses) == list(linearized_layers(student))
     return list(losses.values()), [p.grad.clone() for p in mixer_parameters(student).values()]
 
@@ -113,9 +110,9 @@ def test_gradients_add_up_over_steps() -> None:
     """Gradients are added to, as an optimizer expects, not replaced."""
     student = tiny.moved_student(tiny.llama().double())
     objective = TransferObjective(student, tiny.recipe().transfer)
-    objective.backward([ROWS], STEP)
+    objective.backward([ROWS])
     once = [p.grad.clone() for p in mixer_parameters(student).values()]
-    objective.backward([ROWS], STEP)
+    objective.backward([ROWS])
     assert_close([p.grad for p in mixer_parameters(student).values()], [2 * gradient for gradient in once])
 
 
@@ -231,7 +228,7 @@ def step(layers: int, length: int, *, explicit: bool = False) -> Callable[[], An
         parameter.grad = torch.zeros_like(parameter)
     if explicit:
         return lambda: sum(explicit_losses(teacher, student, rows)).backward()
-    return lambda: objective.backward([rows], STEP)
+    return lambda: objective.backward([rows])
 
 
 def test_memory_does_not_grow_with_depth() -> None:

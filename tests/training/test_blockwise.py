@@ -39,8 +39,8 @@ from tests import tiny
 
 CPU = torch.device("cpu")
 TRAIN, VALIDATION = tiny.packed([[48], [20, 28]] * 5, seed=1), tiny.packed([[48], [30, 18], [48]], seed=2)
-# Whatever could tell joint from block-wise training: the schedule, clipping and stopping of each layer, its dropped
-# windows, random features, uneven micro batches.
+# Whatever could tell joint from block-wise training: the schedule, clipping and stopping of each layer, random
+# features, uneven micro batches.
 DEMANDING: dict[str, Any] = dict(
     transfer__epochs=6,
     transfer__max_tokens=None,
@@ -51,7 +51,6 @@ DEMANDING: dict[str, Any] = dict(
     transfer__schedule=Plateau(patience=1, factor=0.5).model_dump(),
     transfer__eval_every=1,
     transfer__early_stopping=3,
-    transfer__window_dropout=dict(start=0.9, end=0.1),
 )
 PERFORMER = dict(mixer__feature_map=dict(type="performer", rotation="none"), transfer__lr=0.02)
 KAIMING = dict(mixer__feature_map=dict(type="hedgehog", init="kaiming"))

@@ -20,12 +20,10 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.training import attention_transfer as module
 from linearize.training import transfer_losses
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, layer_index
-from linearize.training.loop import Step
 from tests.hf.encoder_rows import Padded, encoder_rows
 from tests.hf.encoders import ENCODERS, TEXT, Case, make_encoder, make_student
 from tests.probes import LargestTensor
 
-STEP = Step(0, 1, 0)
 CONFIG = TransferConfig(output_mse=10.0, weight_cross_entropy=1.0, batch_size=4)
 LENGTHS = (9, 5, 7, 12)
 
@@ -74,7 +72,7 @@ def assert_equal_to_matrices(architecture: str, splits: list[int], *, left: bool
     objective = TransferObjective(student, CONFIG)
     starts = [sum(splits[:index]) for index in range(len(splits))]
     batches = [rows.rows(slice(start, start + n)) for start, n in zip(starts, splits, strict=True)]
-    found = objective.backward(batches, STEP)
+    found = objective.backward(batches)
     expected = explicit_losses(student, rows, CONFIG)
     assert found.keys() == expected.keys()
     parameters = [p for layer in linearized_layers(student).values() for p in layer.mixer.parameters()]
@@ -139,7 +137,7 @@ def test_no_tensor_is_quadratic() -> None:
     ids = torch.ones(1, length, dtype=torch.int64)
     rows = Padded(ids, torch.arange(length)[None], ids, (ids.cumsum(1) < length - 9).long())
     with LargestTensor() as largest:
-        TransferObjective(student, CONFIG).backward([rows], STEP)
+        TransferObjective(student, CONFIG).backward([rows])
     assert length * 32 <= largest.elements < length * length // 4
 
 

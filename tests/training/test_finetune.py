@@ -16,14 +16,12 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.base import UserError
-from linearize.configs.training import FinetuneConfig, LossConfig, WindowDropout
+from linearize.configs.training import FinetuneConfig, LossConfig
 from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.training.finetune import OutputObjective, finetune, load_finetuned, prepared
-from linearize.training.loop import Step, TrainResult
+from linearize.training.loop import TrainResult
 from tests import tiny
-
-STEP = Step(0, 1, 0)
 
 TOLERANCE = 1e-10
 ROUNDING = 2e-6  # transformers computes the loss in fp32 whatever the model's dtype
@@ -139,7 +137,7 @@ def test_only_adapters_have_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with_gradient = set()
     original = OutputObjective.backward
 
-    def backward(self: OutputObjective, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def backward(self: OutputObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
         losses = original(self, micro_batches, step)
         with_gradient.update(name for name, p in student.named_parameters() if p.grad is not None)
         return losses
@@ -222,7 +220,7 @@ def test_a_start_that_stays_best_is_said(
     """Rounding is not the cause: every step has raised the loss."""
     backward = OutputObjective.backward
 
-    def uphill(self: OutputObjective, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def uphill(self: OutputObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
         losses = backward(self, micro_batches, step)
         for parameter in self.units[0].parameters.values():
             assert parameter.grad is not None
@@ -277,7 +275,7 @@ def test_what_raises_leaves_the_model_as_it_was(
     before, shared = tiny.snapshot(student), {name: p.data_ptr() for name, p in student.named_parameters()}
     backward, steps = OutputObjective.backward, []
 
-    def stopped(self: OutputObjective, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def stopped(self: OutputObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
         if len(steps) == 2:
             raise stop("in the middle")
         steps.append(step)
@@ -340,7 +338,7 @@ def uneven() -> PackedRows:
 def gradients(micro_batches: list[PackedRows]) -> tuple[float, list[Tensor]]:
     model = linearize.convert(tiny.llama().double(), tiny.recipe())
     objective = OutputObjective(model, config())
-    loss = objective.backward(micro_batches, STEP)["model"]
+    loss = objective.backward(micro_batches)["model"]
     return loss, [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -371,7 +369,7 @@ def test_held_out_losses_are_without_dropout() -> None:
     with torch.no_grad():
         expected = next_token_loss(model.eval(), VALIDATION).item()
     objective = OutputObjective(model, config(micro_batch_size=1))
-    assert abs(objective.backward([VALIDATION], STEP)["model"] - expected) > 1e-3  # training is with it
+    assert abs(objective.backward([VALIDATION])["model"] - expected) > 1e-3  # training is with it
     assert abs(objective.evaluate(VALIDATION)["model"] - expected) < ROUNDING
 
 
@@ -422,19 +420,18 @@ def step_gradients(make: Make, prepare: Prepare, chosen: FinetuneConfig) -> dict
     model = prepare(teacher)
     with prepared(model, chosen, seed=0) as (module, *_):
         objective = OutputObjective(module, chosen, teacher)
-        objective.backward([TRAIN.rows(slice(0, 2)), TRAIN.rows(slice(2, 4))], Step(1, 3, 0))
+        objective.backward([TRAIN.rows(slice(0, 2)), TRAIN.rows(slice(2, 4))])
         return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("trained", ["lora", "all weights"])
 @each_model
 def test_layers_that_are_computed_again_have_the_same_gradients(make: Make, prepare: Prepare, trained: str) -> None:
-    """Dropout of windows and of adapters included, which must not be drawn again."""
+    """Dropout of adapters included, which must not be drawn again."""
     assert CONFIG is not None and CONFIG.lora is not None
     lora = CONFIG.lora.model_copy(update={"dropout": 0.5})
     parts = {"lora": {"lora": lora}, "all weights": {"lora": None, "all_weights": True}}[trained]
-    dropout = WindowDropout(start=0.5, end=0.5)
-    chosen = config(**parts, window_dropout=dropout, loss=LossConfig(kl=1.0))
+    chosen = config(**parts, loss=LossConfig(kl=1.0))
     torch.manual_seed(3)
     kept = step_gradients(make, prepare, chosen)
     torch.manual_seed(3)
@@ -452,6 +449,6 @@ def test_layers_that_are_computed_again_take_less_memory() -> None:
         model = linearize.convert(tiny.llama(layers=8, hidden_size=64, intermediate_size=256), tiny.recipe())
         with prepared(model, chosen, seed=0) as (module, *_):
             objective = OutputObjective(module, chosen)
-            peaks[checkpointing] = peak_bytes(lambda it=objective: it.backward([TRAIN], STEP), torch.device("cpu"))
+            peaks[checkpointing] = peak_bytes(lambda it=objective: it.backward([TRAIN]), torch.device("cpu"))
     assert peaks[True] < 0.5 * peaks[False]
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -25,10 +25,8 @@ from linearize.base import DivergedError, UserError
 from linearize.configs.training import Constant, Cosine, Plateau, TrainConfig
 from linearize.data.rows import PackedRows
 from linearize.training import resumption as checkpoint_module
-from linearize.training.loop import Step, TrainResult, Unit, train
+from linearize.training.loop import TrainResult, Unit, train
 from linearize.training.schedules import build_schedule
-
-STEP = Step(0, 1, 0)
 
 VOCABULARY, LENGTH = 5, 4
 CONFIG = TrainConfig(lr=0.05, epochs=3, batch_size=4, micro_batch_size=2, eval_every=4, schedule=Plateau(patience=1))
@@ -72,7 +70,7 @@ class Regressions:
             losses.append((prediction - target[rows.input_ids]).square().mean())
         return losses
 
-    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
         self.trajectory.append([weight.detach().clone() for weight in self.weights])
         self.seen.append(micro_batches)
         if self.on_step is not None:
@@ -114,9 +112,9 @@ class OneOf(Regressions):
     def units(self) -> list[Unit]:
         return [super().units[self.index]]
 
-    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
         name = self.units[0].name
-        return {name: super().backward(micro_batches, step)[name]}
+        return {name: super().backward(micro_batches)[name]}
 
     def evaluate(self, rows: PackedRows) -> dict[str, float]:
         name = self.units[0].name
@@ -221,7 +219,7 @@ def test_trajectories_are_those_of_clipped_adamw_per_unit(tmp_path: Path) -> Non
     optimizers = [torch.optim.AdamW(group, lr=0.05, betas=(0.8, 0.99), weight_decay=0.1) for group in groups]
     norms = []
     for micro_batches in objective.seen:
-        expected.backward(micro_batches, STEP)
+        expected.backward(micro_batches)
         norms.append([float(nn.utils.clip_grad_norm_(group, 0.5)) for group in groups])
         for optimizer in optimizers:
             optimizer.step()
@@ -340,8 +338,8 @@ def test_units_reach_their_plateaus_apart(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_stage(tmp_path: Path) -> None:
     class Diverges(Regressions):
-        def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
-            losses = super().backward(micro_batches, step)
+        def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
+            losses = super().backward(micro_batches)
             return {**losses, "second": math.nan} if len(self.seen) == 3 else losses
 
     with pytest.raises(UserError, match=r"^loss of second is not finite at step 3: found nan; lower lr \(now 0.05\)"):
@@ -351,8 +349,8 @@ def test_a_loss_that_is_not_finite_ends_the_stage(tmp_path: Path) -> None:
 
 def test_a_gradient_that_is_not_finite_ends_the_stage(tmp_path: Path) -> None:
     class Overflows(Regressions):
-        def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
-            losses = super().backward(micro_batches, step)
+        def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
+            losses = super().backward(micro_batches)
             if len(self.seen) == 2:
                 self.weights[1].grad = torch.full((VOCABULARY,), math.inf)
             return losses

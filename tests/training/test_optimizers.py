@@ -12,7 +12,7 @@ from torch import nn
 from linearize.base import UserError
 from linearize.configs.training import FinetuneConfig, TrainConfig
 from linearize.data.rows import PackedRows
-from linearize.training.loop import Step, Unit, train
+from linearize.training.loop import Unit, train
 from linearize.training.optimizers import make_optimizer
 
 IDS = torch.randint(64, (16, 4), generator=torch.Generator().manual_seed(0))
@@ -26,7 +26,7 @@ class Table:
         self.weight, self.bias, self.dies_at = nn.Parameter(torch.zeros(64, 128)), nn.Parameter(torch.zeros(3)), dies_at
         self.units = [Unit("all", {"weight": self.weight, "bias": self.bias})]
 
-    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
         if step.number == self.dies_at:
             raise KeyboardInterrupt
         loss = sum(self._loss(rows) for rows in micro_batches) / len(micro_batches)

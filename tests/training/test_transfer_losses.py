@@ -25,7 +25,6 @@ from linearize.mixers.linear import LinearMixer
 from linearize.ops.layout import SequenceLayout
 from linearize.training.attention_transfer import TransferObjective, attention_transfer
 from linearize.training.eviction_scores import measure_attention
-from linearize.training.loop import Step
 from linearize.training.transfer_losses import transfer_loss
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
@@ -35,7 +34,7 @@ from tests.oracles.attention import Documents
 from tests.oracles.heads import Inputs, Weights
 from tests.probes import LargestTensor
 
-STEP, ALL = Step(0, 1, 0), 1.0
+ALL = 1.0
 TOLERANCE = 1e-10
 
 NONE: dict[str, Any] = {"type": "none"}
@@ -269,7 +268,7 @@ def test_micro_batches_add_up_to_the_definition(splits: list[int]) -> None:
     student = tiny.moved_student(tiny.llama().double(), mixer__span=SLIDING)
     starts = [sum(splits[:index]) for index in range(len(splits))]
     batches = [ROWS.rows(slice(a, a + n)) for a, n in zip(starts, splits, strict=True)]
-    losses = TransferObjective(student, EVERYTHING.config).backward(batches, STEP)
+    losses = TransferObjective(student, EVERYTHING.config).backward(batches)
     expected = explicit_losses(student, ROWS, EVERYTHING)
     torch.testing.assert_close(list(losses.values()), [x.item() for x in expected], rtol=TOLERANCE, atol=TOLERANCE)
     gradients = torch.autograd.grad(sum(expected), parameters_of(student))
@@ -288,16 +287,8 @@ def test_held_out_losses_are_training_losses_without_gradients() -> None:
         objective = TransferObjective(student, config)
         held_out = objective.evaluate(ROWS)
         assert all(p.grad is None for p in student.parameters())
-        expected = objective.backward([ROWS], STEP)
+        expected = objective.backward([ROWS])
         torch.testing.assert_close(list(held_out.values()), list(expected.values()), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_a_hidden_window_leaves_weights_as_they_are() -> None:
-    student = tiny.moved_student(tiny.llama().double(), mixer__span=SLIDING)
-    config = Losses(0.0, 1.0).config
-    expected = TransferObjective(student, config).backward([ROWS], STEP)
-    dropping = TransferConfig(**config.model_dump() | {"window_dropout": {"start": 1.0, "end": 1.0}})
-    assert TransferObjective(student, dropping).backward([ROWS], STEP) == expected
 
 
 def test_layers_learn_from_each_loss(tmp_path: Path) -> None:
@@ -312,10 +303,10 @@ def test_layers_learn_from_each_loss(tmp_path: Path) -> None:
 
 def test_a_student_in_bfloat16() -> None:
     student = tiny.moved_student(tiny.llama(), mixer__span=SLIDING).to(torch.bfloat16)
-    exact = list(TransferObjective(student.double(), EVERYTHING.config).backward([ROWS], STEP).values())
+    exact = list(TransferObjective(student.double(), EVERYTHING.config).backward([ROWS]).values())
     student = student.to(torch.bfloat16)
     student.zero_grad()
-    losses = TransferObjective(student, EVERYTHING.config).backward([ROWS], STEP)
+    losses = TransferObjective(student, EVERYTHING.config).backward([ROWS])
     torch.testing.assert_close(list(losses.values()), exact, rtol=0.05, atol=0.05)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in parameters_of(student))
 
@@ -376,7 +367,7 @@ def step(length: int) -> Callable[[], Any]:
     objective = TransferObjective(student, EVERYTHING.config)
     for parameter in parameters_of(student):
         parameter.grad = torch.zeros_like(parameter)
-    return lambda: objective.backward([rows], STEP)
+    return lambda: objective.backward([rows])
 
 
 def test_no_tensor_in_memory_is_quadratic() -> None:

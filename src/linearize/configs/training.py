@@ -39,21 +39,6 @@ class Constant(Config):
 Schedule = Annotated[Plateau | Cosine | Constant, Field(discriminator="type")]
 
 
-class WindowDropout(Config):
-    """Hide the softmax window from random sequences of each layer, so that the linear part cannot be bypassed.
-
-    The share of hidden windows changes linearly from `start` at the first step to `end` at the last (arXiv
-    2510.05901). Queries whose keys are all in the window keep it.
-    """
-
-    start: float = Field(default=0.9, ge=0, le=1)
-    end: float = Field(default=0.0, ge=0, le=1)
-
-    def rate(self, step: int, num_steps: int) -> float:
-        """Return the share of hidden windows at `step` (from 0) of `num_steps`."""
-        return self.start + (self.end - self.start) * step / max(1, num_steps - 1)
-
-
 class TrainConfig(Config):
     """Set what every training stage has in common; the loop reads nothing else."""
 
@@ -72,7 +57,6 @@ class TrainConfig(Config):
     early_stopping: PositiveInt | None = Field(
         default=None, description="stop after this many evaluations without improvement; null to never stop early"
     )
-    window_dropout: WindowDropout | None = Field(default=None, description="against bypass of the linear part")
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
         default="adamw",
         description="8bit: moments in 8 bits, by bitsandbytes, in a quarter of the memory; results differ slightly; "

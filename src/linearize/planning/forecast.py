@@ -33,7 +33,6 @@ from linearize.ops.layout import forget_layouts
 from linearize.planning.footprint import Footprint
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.finetune import OutputObjective, prepared
-from linearize.training.loop import Step
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,7 @@ def _what_counts(config: TransferConfig | FinetuneConfig, rows: int) -> Transfer
     """Return the stage with micro batches of `rows` rows, and defaults for fields that do not affect memory."""
     several = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
     nothing: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "epochs": 1, "max_tokens": None, "clip_norm": None}
-    nothing |= {"schedule": Constant(), "eval_every": 1, "early_stopping": None, "window_dropout": None}
-    nothing |= {"optimizer": "adamw"}
+    nothing |= {"schedule": Constant(), "eval_every": 1, "early_stopping": None, "optimizer": "adamw"}
     # From the second micro batch on, gradients exist already.
     return config.model_copy(update=nothing | {"batch_size": rows * (1 + several), "micro_batch_size": rows})
 
@@ -198,7 +196,7 @@ def _counted(
             if config.batch_size > len(rows):
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)
-            objective.backward([rows], Step(0, 1, 0))
+            objective.backward([rows])
             left, backward = sum(p.grad.nbytes for p in parameters if p.grad is not None), footprint.peak
             for parameter in parameters:
                 parameter.grad = None

@@ -8,7 +8,6 @@ that of inference plus one layer, and no T x T matrix exists.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,9 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import SequenceLayout
 from linearize.training.calibration import calibrate
-from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
+from linearize.training.loop import TrainResult, Unit, load_trained, train
 from linearize.training.resumption import RESULT, read_stage_json
 from linearize.training.transfer_losses import check_losses, transfer_loss
-from linearize.training.window_dropout import dropped_windows
 
 NO_PARAMETERS = "transfer: expected mixers with parameters to train, found none; set transfer=null"
 
@@ -109,18 +107,18 @@ class TransferObjective:
         check_transfer(config, {name: layer.mixer for name, layer in linearized_layers(student).items()})
         self.units: Sequence[Unit] = units
 
-    def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[Rows]) -> dict[str, float]:
         """Add gradients of the mean loss over the rows, layer by layer in the forward pass; return the losses."""
-        return self._losses(micro_batches, step)
+        return self._losses(micro_batches, gradients=True)
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
         """Return the held-out loss of each layer."""
         size = self._config.micro_batch_size or self._config.batch_size
         batches = [rows.rows(slice(start, start + size)) for start in range(0, len(rows), size)]
-        return self._losses(batches, None)
+        return self._losses(batches, gradients=False)
 
-    def _losses(self, batches: list[Rows], step: Step | None) -> dict[str, float]:
-        """Return the loss of each layer; with a step, also add its gradients."""
+    def _losses(self, batches: list[Rows], *, gradients: bool) -> dict[str, float]:
+        """Return the loss of each layer; with `gradients`, also add its gradients."""
         sums: dict[str, Tensor] = {}
         tokens = sum(batch.num_tokens for batch in batches)  # without padding
         names = {unit.name for unit in self.units}
@@ -132,7 +130,7 @@ class TransferObjective:
                 target, name = softmax_output(layer, inputs, layout), self._names[id(layer)]
                 if name in names:
                     share = batches[index].num_tokens / tokens
-                    with torch.set_grad_enabled(step is not None):
+                    with torch.set_grad_enabled(gradients):
                         loss = transfer_loss(layer, inputs, layout, target, self._config, share)
                         loss = counts * loss / self._passes[name]
                         if loss.requires_grad:  # without a window, no parameter may affect the loss
@@ -140,8 +138,7 @@ class TransferObjective:
                     sums[name] = sums.get(name, 0) + loss.detach()
                 return target
 
-            hidden = nullcontext() if step is None else dropped_windows(self._student, self._config, step, index)
-            with torch.no_grad(), hidden, observed(self._student, observe):
+            with torch.no_grad(), observed(self._student, observe):
                 run_layers(self._student, on_device(batches[index].inputs(), self._student.device))
         return all_reduce_losses({name: float(value) for name, value in sums.items()})
 

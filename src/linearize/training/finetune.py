@@ -33,10 +33,9 @@ from linearize.hf.sharding import (
     see_what_trains,
 )
 from linearize.training.full_precision import HALF, computed_in_fp32
-from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
+from linearize.training.loop import TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
 from linearize.training.resumption import RESULT
-from linearize.training.window_dropout import dropped_windows
 
 logger = logging.getLogger(__name__)
 LITTLE = 0.5  # share of the gain of training: a warning says if rounding leaves less
@@ -356,10 +355,10 @@ class OutputObjective:
         self._at_end = at_end
         self.units: Sequence[Unit] = [_unit(model)]
 
-    def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[Rows]) -> dict[str, float]:
         """Add gradients of the mean loss over the rows' labels; return the loss."""
         self._model.train()
-        return all_reduce_losses({"model": self._loss(micro_batches, step)})
+        return all_reduce_losses({"model": self._loss(micro_batches, gradients=True)})
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
         """Return the held-out loss in fp32, of the weights as they would be at the end, before rounding."""
@@ -369,10 +368,10 @@ class OutputObjective:
         with self._at_end(), ExitStack() as stack:
             for model in (self._model, *([] if self._teacher is None else [self._teacher])):
                 stack.enter_context(computed_in_fp32(model))
-            return all_reduce_losses({"model": self._loss(batches, None)})
+            return all_reduce_losses({"model": self._loss(batches, gradients=False)})
 
-    def _loss(self, batches: list[Rows], step: Step | None) -> float:
-        """Return the loss; with a step, also add its gradients."""
+    def _loss(self, batches: list[Rows], *, gradients: bool) -> float:
+        """Return the loss; with `gradients`, also add its gradients."""
         device = next(self._model.parameters()).device
         # At least 1: long prompts can fill all rows of a step. Its loss is then 0.
         labels = max(1, sum(int(batch.target_counts().sum()) for batch in batches))
@@ -385,15 +384,14 @@ class OutputObjective:
                 assert self._teacher is not None
                 with torch.no_grad(), documents_apart(self._teacher):
                     expected = batch.compared(self._teacher(**inputs))
-            half = step is not None and self._autocast is not None
+            half = gradients and self._autocast is not None
             cast = torch.autocast(device.type, self._autocast) if half else nullcontext()
-            hidden = nullcontext() if step is None else dropped_windows(self._model, self._config, step, index)
-            with torch.set_grad_enabled(step is not None), hidden:
+            with torch.set_grad_enabled(gradients):
                 with cast:
                     outputs = batch.compared(self._model(**inputs))
                 targets = None if targets is None else targets.to(device)
                 loss = output_losses(outputs, expected, targets, self._config.loss) * (counts / labels)
-                if step is not None:
+                if gradients:
                     loss.backward()
             total += loss.item()
         return total

@@ -44,15 +44,6 @@ class Unit:
     parameters: dict[str, nn.Parameter]
 
 
-@dataclass(frozen=True)
-class Step:
-    """An optimizer step: step `number`, counted from 0, of `total`, in a stage with this seed."""
-
-    number: int
-    total: int
-    seed: int
-
-
 @runtime_checkable
 class Objective(Protocol):
     """Losses, and the parameters that they train. It also sets mixed precision and train / eval mode."""
@@ -60,7 +51,7 @@ class Objective(Protocol):
     @property
     def units(self) -> Sequence[Unit]: ...
 
-    def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[Rows]) -> dict[str, float]:
         """Add the gradients of the mean loss over one optimizer step's rows; return the loss per unit.
 
         With several processes, each adds the gradients of its rows (`distributed.shard_batches`). The loss is that of
@@ -282,7 +273,7 @@ class StageRun:
     def __init__(
         self, objective: Objective, batches: Batches, validation_rows: Rows, config: TrainConfig, seed: int
     ) -> None:
-        self._objective, self._validation_rows, self.batches, self._seed = objective, validation_rows, batches, seed
+        self._objective, self._validation_rows, self.batches = objective, validation_rows, batches
         self.units = [_UnitRun(unit, config, batches.num_steps) for unit in objective.units]
         self._devices = sorted({str(p.device) for unit in self.units for p in unit.parameters.values() if p.is_cuda})
         self.step = 0
@@ -311,8 +302,7 @@ class StageRun:
     def update(self) -> dict[str, Any]:
         """Take one optimizer step; return its line of the metrics."""
         started = time.perf_counter()
-        step = Step(self.step, self.batches.num_steps, self._seed)
-        losses = self._checked(self._objective.backward(self.batches.at(self.step), step), "loss", self.step + 1)
+        losses = self._checked(self._objective.backward(self.batches.at(self.step)), "loss", self.step + 1)
         sum_gradients(parameter for unit in self.units for parameter in unit.parameters.values())
         units = {unit.name: {"loss": losses[unit.name], **unit.update(self.step)} for unit in self._training}
         for unit in self.units:
