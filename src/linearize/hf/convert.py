@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError
@@ -17,7 +17,6 @@ from linearize.hf.attention import detach, linearized_layers
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config, registered
 from linearize.hf.layouts import forget_layouts
 from linearize.hf.offload import refuse_offloaded
-from linearize.hf.quantized import beside_parameters, refuse_unsavable, settle
 from linearize.hf.sharding import shard_alike, skeleton
 
 
@@ -46,7 +45,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
         known = ", ".join(sorted(cls.__bases__[-1].__name__ for cls in classes))
         raise UserError(f"model: expected one of {known}; found {type(teacher).__name__}")
 
-    refuse_unsavable(teacher)
+    _refuse_unsavable(teacher)
     refuse_offloaded(teacher)
     if drops_soft_cap(config):
         raise UserError(
@@ -102,12 +101,13 @@ def _remade(model: PreTrainedModel, cls: type, config: Any, instead: dict[int, o
     # Implementations that were chosen for the model in memory, which no config.json says.
     for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
         setattr(config, name, getattr(model.config, name, None))
-    settle(model)
+    _settle(model)
     shared: dict[int, object] = {id(model.config): config} | instead
-    for parameter in model.parameters():
-        shared[id(parameter)] = _over_the_same_storage(parameter)
-    for tensor in (*model.buffers(), *beside_parameters(model)):
-        shared[id(tensor)] = tensor
+    shared |= {id(parameter): _over_the_same_storage(parameter) for parameter in model.parameters()}
+    # 8-bit weights of settled layers are neither parameters nor buffers.
+    states: list[Any] = [module.state for module in model.modules() if hasattr(module, "init_8bit_state")]
+    eight_bit = [x for state in states for x in vars(state).values() if isinstance(x, Tensor)]
+    shared |= {id(tensor): tensor for tensor in (*model.buffers(), *eight_bit)}
     remade = copy.deepcopy(model, shared)
     remade.__class__ = cls
     # No folder holds this model yet. With the original's name, an adapter would name a model of another class its base.
@@ -119,3 +119,41 @@ def _over_the_same_storage(parameter: nn.Parameter) -> nn.Parameter:
     """Return a new parameter over the same storage; a quantized one, which is never trained, is returned itself."""
     quantized = type(parameter) is not nn.Parameter
     return parameter if quantized else nn.Parameter(parameter.data, parameter.requires_grad)
+
+
+# --- quantized teachers -----------------------------------------------------------------------------------------------
+
+
+def _refuse_unsavable(model: nn.Module) -> None:
+    """Raise UserError if weights are quantized in a way that transformers cannot save, as from a GGUF file."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.is_serializable():
+        return
+    method = getattr(quantizer.quantization_config.quant_method, "value", None)
+    instead = "with quantization_config=GgufConfig(dequantize=True)" if method == "gguf" else "unquantized"
+    raise UserError(
+        f"model: expected weights that transformers can save, found weights quantized by {method}, which it cannot; "
+        f"load the model {instead}"
+    )
+
+
+def _settle(model: nn.Module) -> None:
+    """Prepare layers of bitsandbytes (0.50), in place, so that their first use does not change them.
+
+    8-bit layers are initialised now. 4-bit layers are kept from packing their weights anew on CPUs with AVX512-BF16:
+    packed weights have no gradients and are saved wrongly.
+
+    Raises:
+        UserError: 4-bit weights are packed already.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "init_8bit_state") and module.weight.CB is not None:
+            module.init_8bit_state()
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+                raise UserError(
+                    "model: expected 4-bit weights of bitsandbytes as they were loaded, found weights that were packed "
+                    "for this CPU when the model was first used; convert it before that"
+                )
