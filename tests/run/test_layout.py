@@ -16,7 +16,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.planning.plan import make_plan
 from linearize.report.load import RunRecord
-from linearize.run import layout
+from linearize.run import pipeline
 from linearize.run.folder import Run, check_output, write_json, write_text
 from tests import tiny
 
@@ -27,12 +27,12 @@ def sharded(
     monkeypatch: pytest.MonkeyPatch, *, size: int = 2, device: str = "cpu", model: str = "", **fields: Any
 ) -> bool:
     """Whether so many processes divide the weights."""
-    monkeypatch.setattr(layout, "world", lambda: World(0, size))
-    monkeypatch.setattr(layout, "all_reduce_min", lambda number: number)
+    monkeypatch.setattr(pipeline, "world", lambda: World(0, size))
+    monkeypatch.setattr(pipeline, "all_reduce_min", lambda number: number)
     run = Run(tiny.recipe(**fields), model or tiny.teacher_folder(), Path("out"), torch.float32, torch.device(device))
     shape = TeacherShape.from_config(read_config(run.model))
     layers = resolve(run.recipe, shape) if not shape.bidirectional else ()
-    return layout.laid_out(run, shape, layers).sharded
+    return pipeline.laid_out(run, shape, layers).sharded
 
 
 def test_on_a_cpu_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_where_a_gpu_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(recipe, shape, resolve(recipe, shape), **on, training_tokens=None)
     assert plan.transfer is not None and plan.finetune is not None
     needed = max(plan.transfer.memory_bytes or 0, plan.finetune.memory_bytes or 0)
-    for memory, too_small in ((int(needed / layout.ROOM) + 1, False), (int(needed / layout.ROOM) - 1, True)):
+    for memory, too_small in ((int(needed / pipeline.ROOM) + 1, False), (int(needed / pipeline.ROOM) - 1, True)):
         found = SimpleNamespace(total_memory=memory)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
         assert sharded(monkeypatch, device="cuda") is too_small

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,48 +86,40 @@ def candidates(
         load_transferred(model, run.recipe.transfer, run.folder / "transfer")
         return model
 
-    def tuned(name: str) -> PreTrainedModel:
-        assert run is not None and run.recipe.finetune is not None and teacher is not None
-        model = control(run, teacher, student, layers, name)
-        load_finetuned(model, run.recipe.finetune, run.controls[name])
-        return model
+    def fine_tuned(name: str, note: str) -> tuple[Callable[[], Any], str, tuple[str, ...]]:
+        def load() -> Any:
+            assert run is not None and run.recipe.finetune is not None and teacher is not None
+            model = control(run, teacher, student, layers, name)
+            load_finetuned(model, run.recipe.finetune, run.controls[name])
+            return nullcontext(model)
+
+        return load, f"{note}, fine-tuned on the same tokens", (f"controls/{name}",)
 
     sunk = f"softmax in the window and on the first {SINKS} tokens, nothing trained"
     stages = ("transfer", "adapt", "finetune")
     every: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         "teacher": (lambda: nullcontext(teacher), "softmax attention, before fine-tuning", ()),
-        "teacher_finetuned": (
-            lambda: nullcontext(tuned("teacher_finetuned")),
-            "softmax attention, fine-tuned on the same tokens",
-            ("controls/teacher_finetuned",),
-        ),
+        "teacher_finetuned": fine_tuned("teacher_finetuned", "softmax attention"),
         "swapped": (lambda: nullcontext(untrained()), "mixers with initial weights, nothing trained", ()),
         "transferred": (lambda: nullcontext(transferred()), "mixers trained to match softmax outputs", ("transfer",)),
         "student": (lambda: nullcontext(student), "the finished student", stages),
         "ablated": (lambda: without_linear_part(student), "the student without its linear part", stages),
         "window": (lambda: nullcontext(windowed()), "softmax in the window, nothing trained", ()),
         "window_sinks": (lambda: without_linear_part(windowed(), SINKS), sunk, ()),
-        "window_finetuned": (
-            lambda: nullcontext(tuned("window_finetuned")),
-            "softmax in the window, fine-tuned on the same tokens",
-            ("controls/window_finetuned",),
+        "window_finetuned": fine_tuned("window_finetuned", "softmax in the window"),
+        "equal_finetuned": fine_tuned(
+            "equal_finetuned", "one window for all heads, of the size of the student's state"
         ),
-        "equal_finetuned": (
-            lambda: nullcontext(tuned("equal_finetuned")),
-            "one window for all heads, of the size of the student's state, fine-tuned on the same tokens",
-            ("controls/equal_finetuned",),
-        ),
-        "exact_finetuned": (
-            lambda: nullcontext(tuned("exact_finetuned")),
-            "the student's windows and KV caches with eviction, without linear parts, fine-tuned on the same tokens",
-            ("controls/exact_finetuned",),
+        "exact_finetuned": fine_tuned(
+            "exact_finetuned", "the student's windows and KV caches with eviction, without linear parts"
         ),
     }
-    trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
-    if run is not None and _finished(run.folder / "transfer"):
-        trained.add("transferred")
-    if run is not None and recipe.adapt is None and recipe.finetune is None:
-        del every["swapped" if recipe.transfer is None else "transferred"]  # it is the student
+    trained = set[str]()
+    if run is not None:
+        stages_of = run.controls | {"transferred": run.folder / "transfer"}
+        trained = {name for name, folder in stages_of.items() if (folder / RESULT).is_file()}
+        if recipe.adapt is None and recipe.finetune is None:
+            del every["swapped" if recipe.transfer is None else "transferred"]  # it is the student
     at_hand = {"student"}
     if any(mixer.feature_map is not None for mixer in each_mixer(layers)):
         at_hand.add("ablated")
@@ -157,49 +149,50 @@ def control(
     run: Run, teacher: PreTrainedModel, student: PreTrainedModel, layers: LayerPlan, name: str
 ) -> PreTrainedModel:
     """Return a control before its training: its own copy of the teacher, or a student without linear parts."""
-    length = run.recipe.data.sequence_length
-    plans: dict[str, Callable[[], LayerPlan]] = {
-        "window_finetuned": lambda: window_only_plan(layers, teacher, length),
-        "equal_finetuned": lambda: equal_bytes_plan(layers, teacher, length),
-        "exact_finetuned": lambda: exact_plan(layers),
-    }
-    if name not in plans:
+    if name == "teacher_finetuned":
         return run.load_teacher()
-    model = convert_layers(teacher, plans[name]())
-    if name == "exact_finetuned":  # has the student's caches
-        copy_eviction_scores(student, model)
-    return model
+    if name == "exact_finetuned":
+        model = convert_layers(teacher, exact_plan(layers))
+        copy_eviction_scores(student, model)  # it has the student's caches
+        return model
+    plan = window_only_plan if name == "window_finetuned" else equal_bytes_plan
+    return convert_layers(teacher, plan(layers, teacher, run.recipe.data.sequence_length))
 
 
-def _finished(stage: Path) -> bool:
-    return (stage / RESULT).is_file()
-
-
-def measure_run(
-    run: Run,
-    teacher: PreTrainedModel,
+def measured(
+    teacher: PreTrainedModel | None,
     student: PreTrainedModel,
-    processor: Any,
     dataset: Dataset,
+    processor: Any,
+    recipe: Recipe,
+    run: Run | None,
+    device: torch.device,
     command: str | None,
 ) -> Results:
-    """Measure the finished student of a run and all available candidates."""
+    """Measure the student and all available candidates.
+
+    Args:
+        run: has the stages and controls; None: the model was made elsewhere.
+        command: the user's command line, for the results.
+    """
     started = time.perf_counter()
-    with _finite():
-        results = _measured(teacher, student, dataset, processor, run.recipe, run)
-    seconds = time.perf_counter() - started
-    return results.model_copy(update={"provenance": provenance(run.recipe, dataset, run.device, seconds, command)})
-
-
-@contextmanager
-def _finite() -> Iterator[None]:
-    """Turn FloatingPointError of a measurement, in the `with` block, into UserError."""
     try:
-        yield
+        results = _measured(teacher, student, dataset, processor, recipe, run)
     except FloatingPointError as error:
         raise UserError(
             f"evaluation: expected finite outputs, found others: {error}; check the models' weights, or --dtype float32"
         ) from None
+    threads = torch.get_num_threads()
+    provenance = Provenance(
+        command=command,
+        versions=versions(),
+        seed=recipe.seed,
+        data=dataset.fingerprint,
+        tokens=dataset.test.num_tokens,
+        device=str(device) if device.type != "cpu" else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
+        seconds=time.perf_counter() - started,
+    )
+    return results.model_copy(update={"provenance": provenance})
 
 
 def _measured(
@@ -315,16 +308,12 @@ def evaluate(
     score = None if chooser is None else reach_by(chooser.load_teacher)
     if data is None:
         data = load_dataset(recipe.data, processor, config, score, seed=recipe.seed)
-    started = time.perf_counter()
     teacher_model = None if run is None else run.load_teacher()
     for line in notes:
         note(line)
     if compiled:
         compile_if_possible(*[x for x in (teacher_model, student) if x is not None], note=note)
-    with _finite():
-        results = _measured(teacher_model, student, data, processor, recipe, run)
-    seconds = time.perf_counter() - started
-    return results.model_copy(update={"provenance": provenance(recipe, data, device, seconds, command)})
+    return measured(teacher_model, student, data, processor, recipe, run, device, command)
 
 
 def bench(
@@ -371,19 +360,3 @@ def write_results(folder: Path, results: Results) -> None:
     write_text(folder / "evaluation.md", evaluation_page(run))
     write_text(folder / "model" / "README.md", model_card(run))
     write_report([folder], folder / "report.html")
-
-
-def provenance(
-    recipe: Recipe, dataset: Dataset, device: torch.device, seconds: float, command: str | None
-) -> Provenance:
-    """Return the provenance of a measurement."""
-    threads = torch.get_num_threads()
-    return Provenance(
-        command=command,
-        versions=versions(),
-        seed=recipe.seed,
-        data=dataset.fingerprint,
-        tokens=dataset.test.num_tokens,
-        device=str(device) if device.type != "cpu" else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
-        seconds=seconds,
-    )

@@ -111,11 +111,6 @@ def student_folder(given: str) -> str:
     return str(folder / "model")
 
 
-def about_run(run: Run) -> dict[str, str]:
-    """Return the files about the run that are saved with the model: contents by name."""
-    return {name: (run.folder / name).read_text(encoding="utf-8") for name in ("recipe.yaml", "run.json")}
-
-
 def run_record(folder: Path) -> RunRecord:
     """Read the run.json of a folder."""
     return RunRecord.read(folder / "run.json", advice="restore it")

@@ -11,10 +11,9 @@ import transformers
 
 from linearize.base import UserError, check_text, without_controls
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
-from linearize.hf.finite import require_finite
 from linearize.hf.prefill import PREFILL_COSTS, STREAMING
 from linearize.run.folder import student_folder
-from linearize.run.validation import GENERATES, compile_if_possible, require_head, require_linearized
+from linearize.run.validation import GENERATES, compile_if_possible, require_finite, require_head, require_linearized
 
 
 class Printer(transformers.TextStreamer):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
@@ -15,7 +16,7 @@ from linearize.configs.training import FinetuneConfig
 from linearize.data.load import load_processor
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
-from linearize.distributed import barrier, broadcast_object, main_process_first, world
+from linearize.distributed import all_reduce_min, barrier, broadcast_object, main_process_first, world
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.results import Results
 from linearize.hf.checkpoint import read_config, save_student
@@ -28,15 +29,15 @@ from linearize.planning import plan as planning
 from linearize.planning.results import TRAINING_STAGES
 from linearize.recipe import Recipe
 from linearize.run.allocation import measure, stored
-from linearize.run.evaluate import control, measure_run, write_results
-from linearize.run.folder import Run, about_run, alone_in, check_output, claim, write_json
-from linearize.run.layout import laid_out
+from linearize.run.evaluate import control, measured, write_results
+from linearize.run.folder import Run, alone_in, check_output, claim, write_json
 from linearize.run.rows import kept, rows_of
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.finetune import finetune, refuse_quantized
 
 STAGES = ("convert", *TRAINING_STAGES, "evaluate")
+ROOM = 0.9  # share of a GPU's memory for the run; the rest is for the driver and parts that the forecast leaves out
 
 
 def run(
@@ -99,27 +100,32 @@ def _carry_out(
     for stage, config in (("adapt", run.recipe.adapt), ("finetune", run.recipe.finetune)):
         if config is not None:
             refuse_quantized(teacher, config, stage)
-    measured = stored(run, shape, layers)
-    if measured is None:
-        measured = broadcast_object(measure(run.recipe, shape, layers, teacher, dataset, processor, run.dtype))
-    layers = measured.layers
-    student = measured.convert(teacher, run.recipe.seed)
+    planned = stored(run, shape, layers)
+    if planned is None:
+        planned = broadcast_object(measure(run.recipe, shape, layers, teacher, dataset, processor, run.dtype))
+    layers = planned.layers
+    student = planned.convert(teacher, run.recipe.seed)
     with main_process_first():
         claim(run, dataset)
         dataset = kept(run, processor if own else None, dataset)
     if world().main:
-        measured.save(run)
+        planned.save(run)
     write_plan(run, shape, layers, dataset)
     if until == "convert":
         save(run, student, processor)
         return None
     if run.recipe.transfer is not None:
-        transfer(run, student, dataset)
+        folder = run.folder / "transfer"
+        if run.recipe.transfer.layers_per_block is None:
+            rows, seed = (dataset.train, dataset.validation), run.recipe.seed
+            attention_transfer(student, *rows, run.recipe.transfer, output_dir=folder, seed=seed)
+        else:  # trained already, by `transfer_by_block`
+            load_transferred(student, run.recipe.transfer, folder)
         layers = final_layers(run, shape)
         if layers != read_plan(student.config):
             write_plan(run, shape, layers, dataset)
-            student = replace(measured, layers=layers).convert(teacher, run.recipe.seed)
-            load_transferred(student, run.recipe.transfer, run.folder / "transfer")
+            student = replace(planned, layers=layers).convert(teacher, run.recipe.seed)
+            load_transferred(student, run.recipe.transfer, folder)
     for name in ("adapt", "finetune"):
         if STAGES.index(name) <= STAGES.index(until):
             train_outputs(run, name, student, teacher, dataset)
@@ -129,11 +135,43 @@ def _carry_out(
     if not world().main and not run.recipe.data.task.language:  # processes do not divide examples of other tasks
         return None
     save(run, student, processor)
-    results = measure_run(run, teacher, student, processor, dataset, command)
+    results = measured(teacher, student, dataset, processor, run.recipe, run, run.device, command)
     if not world().main:
         return None
     write_results(run.folder, results)
     return results
+
+
+def laid_out(run: Run, shape: TeacherShape, layers: LayerPlan) -> Run:
+    """Return the run with `sharded`, whether its processes divide the weights; all of them call this.
+
+    `auto` divides weights if the smallest GPU has less memory than the plan's largest stage takes with the whole model.
+    It does not on CPUs, whose memory the processes of a machine share anyway.
+
+    Raises:
+        UserError: `full`, for a model that cannot be divided.
+    """
+    wanted = run.recipe.distributed.shard
+    if world().size == 1 or wanted == "none" or (wanted == "auto" and fits(run, shape, layers)):
+        return run
+    reasons = {
+        f"a decoder, found {shape.model_type!r}": shape.bidirectional,
+        f"a language model, found the task {run.recipe.data.task.type}": not run.recipe.data.task.language,
+        "pretrained weights, found weights=random": run.recipe.weights == "random",
+    }
+    for reason, holds in reasons.items():
+        if holds and wanted == "full":
+            raise UserError(f"distributed.shard: expected {reason}; set distributed.shard=none")
+    return replace(run, sharded=not any(reasons.values()))
+
+
+def fits(run: Run, shape: TeacherShape, layers: LayerPlan) -> bool:
+    """Return whether the device of every process has room for the whole model in every stage."""
+    if run.device.type != "cuda":
+        return True
+    plan = planning.make_plan(run.recipe, shape, layers, dtype=run.dtype, device=run.device, training_tokens=None)
+    needed = max((stage.memory_bytes or 0 for stage in (plan.transfer, plan.adapt, plan.finetune) if stage), default=0)
+    return needed <= ROOM * all_reduce_min(torch.cuda.get_device_properties(run.device).total_memory)
 
 
 def save(run: Run, student: PreTrainedModel, processor: Any) -> None:
@@ -149,8 +187,8 @@ def save(run: Run, student: PreTrainedModel, processor: Any) -> None:
         if write is not None:
             write(folder)
         return
-    card = f"# {run.folder.name}\n\nNot measured yet.\n"
-    texts = {"README.md": card} | about_run(run)
+    texts = {name: (run.folder / name).read_text(encoding="utf-8") for name in ("recipe.yaml", "run.json")}
+    texts["README.md"] = f"# {run.folder.name}\n\nNot measured yet.\n"
     save_student(student, processor, texts, folder, write)
 
 
@@ -183,16 +221,10 @@ def transfer_by_block(
     """Train all blocks of layers, or one, or all unclaimed ones, without ever loading the whole teacher."""
     assert run.recipe.transfer is not None
     StoredWeights(run.model)  # raises an error for models that cannot be read block by block
-    train_rows, validation_rows = dataset.train, dataset.validation
-    if not (isinstance(train_rows, PackedRows) and isinstance(validation_rows, PackedRows)):
-        raise UserError(
-            f"transfer.layers_per_block: expected a language model, found the task {run.recipe.data.task.type}; "
-            "set transfer.layers_per_block=null"
-        )
     claim(run, dataset)
     dataset = kept(run, processor, dataset)
     train_rows, validation_rows = dataset.train, dataset.validation
-    assert isinstance(train_rows, PackedRows) and isinstance(validation_rows, PackedRows)
+    assert isinstance(train_rows, PackedRows) and isinstance(validation_rows, PackedRows)  # by `check_run`
     write_plan(run, shape, layers, dataset)
     job = BlockwiseTransfer(
         run.model,
@@ -219,16 +251,6 @@ def blocks_to_do(run: Run) -> list[int]:
     assert run.recipe.transfer is not None
     shape = TeacherShape.from_config(read_config(run.model))
     return unfinished_blocks(run.folder / "transfer", len(layer_blocks(shape.num_layers, run.recipe.transfer)))
-
-
-def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
-    """Run the stage that trains the student's mixers; a finished stage is loaded, an unfinished one resumed."""
-    recipe, rows, folder = run.recipe, (dataset.train, dataset.validation), run.folder / "transfer"
-    assert recipe.transfer is not None
-    if recipe.transfer.layers_per_block is None:
-        attention_transfer(student, *rows, recipe.transfer, output_dir=folder, seed=recipe.seed)
-    else:  # trained already, by `transfer_by_block`
-        load_transferred(student, recipe.transfer, folder)
 
 
 def final_layers(run: Run, shape: TeacherShape) -> LayerPlan:

@@ -1,10 +1,11 @@
-"""Check the models that a command is given, before it loads or times them."""
+"""Check the models that a command is given: before it loads or times them, and while they generate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
@@ -46,3 +47,23 @@ def require_head(model: str, config: dict[str, Any], auto_class: str, advice: st
     found = [name for name in config.get("auto_map") or {} if name != "AutoConfig"]
     if config.get("linearize") and found and auto_class not in found:
         raise UserError(f"model {model}: expected one for {auto_class}, found one for {found[0]}; {advice}")
+
+
+def require_finite(model: PreTrainedModel) -> None:
+    """Make every later forward of `model` raise UserError if a logit of the last token is NaN or infinite.
+
+    transformers would end the text, or sample arbitrary tokens. Minus infinity is allowed: it excludes a token.
+    Compiled forwards are not checked.
+    """
+    model.register_forward_hook(_check_logits)
+
+
+def _check_logits(model: Any, arguments: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    last = output.logits[:, -1]
+    if bool((last.isnan() | last.isposinf()).any()):
+        raise UserError(
+            "model: expected logits that are numbers, found NaN or infinity; its weights are damaged, or too large for "
+            "its dtype: load it with --dtype float32"
+        )

@@ -22,11 +22,10 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.hf.checkpoint import CAUSAL, check_weight_files, load_model, load_tokenizer, read_config
-from linearize.hf.finite import require_finite
 from linearize.hf.prefill import FULL
 from linearize.hf.teacher import TeacherShape
 from linearize.run.folder import Run, run_folder, student_folder
-from linearize.run.validation import GENERATES, check_teacher, require_head, require_linearized
+from linearize.run.validation import GENERATES, check_teacher, require_finite, require_head, require_linearized
 
 ENGINES = ("auto", "vllm", "transformers")
 # Modules that transformers' server imports; `linearize[serve]` installs them.
