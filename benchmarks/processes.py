@@ -28,9 +28,8 @@ from linearize.distributed import barrier, init_distributed, world
 from linearize.evaluation.timings import Spread
 from linearize.recipe import Recipe
 from linearize.training.attention_transfer import TransferObjective
-from linearize.training.batches import Batches
 from linearize.training.finetune import OutputObjective, prepared
-from linearize.training.loop import StageRun
+from linearize.training.loop import Batches, StageRun
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,8 @@ from linearize.evaluation.timings import Spread
 from linearize.hf.convert import to_softmax
 from linearize.recipe import Recipe
 from linearize.training.attention_transfer import TransferObjective
-from linearize.training.batches import Batches
 from linearize.training.finetune import OutputObjective, prepared
-from linearize.training.loop import StageRun
+from linearize.training.loop import Batches, StageRun
 
 Stage = TypeVar("Stage", bound=TrainConfig)
 

@@ -22,8 +22,8 @@ from linearize.hf import attention, layouts
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
-from linearize.hf.partial_model import load_block
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.mixers.bidirectional import BidirectionalMixer, sum_over_documents
 from linearize.mixers.inputs import AttnInputs
 from linearize.training.calibration import calibrate
@@ -390,9 +390,10 @@ def test_what_needs_a_decoder_is_refused(tmp_path: Any) -> None:
         student.generate(random_ids(1, 4))
     with pytest.raises(linearize.UserError, match="past_key_values: expected none, because an encoder"):
         student(random_ids(1, 4), past_key_values=DynamicCache())
-    teacher.save_pretrained(tmp_path)
-    with pytest.raises(linearize.UserError, match=r"expected a decoder, found the encoder 'bert'; block-wise"):
-        load_block(str(tmp_path), range(1), dtype=torch.float32, device=torch.device("cpu"))
+    shape = TeacherShape.from_config(teacher.config.to_dict())
+    recipe = linearize.Recipe.load("hedgehog-bert", {"transfer.layers_per_block": 1})
+    with pytest.raises(linearize.UserError, match=r"transfer.layers_per_block: expected null, because an encoder"):
+        resolve(recipe, shape)
     with pytest.raises(
         linearize.UserError, match=r"data.select_rows_by_esl: expected a decoder, found the encoder 'bert'"
     ):

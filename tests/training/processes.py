@@ -20,7 +20,7 @@ from linearize.distributed import barrier, init_distributed, main_process_first,
 from linearize.hf import sharded_checkpoint
 from linearize.hf.sharded_checkpoint import load_sharded
 from linearize.hf.sharding import own_rows
-from linearize.training import batches, loop
+from linearize.training import loop
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.finetune import finetune
 from linearize.training.resumption import StageFolder
@@ -63,8 +63,8 @@ def stages(architecture: str, folder: Path, shard: bool) -> None:
 
 
 def _order_of_each() -> None:
-    same = batches._permutation
-    batches._permutation = lambda length, seed, epoch: same(length, seed + world().rank, epoch)  # type: ignore
+    same = loop._permutation
+    loop._permutation = lambda length, seed, epoch: same(length, seed + world().rank, epoch)  # type: ignore
 
 
 def _no_reduction() -> None:

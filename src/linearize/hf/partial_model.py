@@ -42,7 +42,7 @@ def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.d
         model: a folder or a hub id with safetensors; only the files with these layers are fetched from the hub.
 
     Raises:
-        UserError: an architecture that is not supported, or weights that are missing, quantized or unreadable.
+        UserError: a linearized model, or weights that are missing, quantized or unreadable.
     """
     checkpoint = StoredWeights(model)
     with torch.device("meta"):
@@ -60,10 +60,8 @@ def _keep(model: Any, layers: range) -> None:
     base: Any = model.base_model
     parts = ARCHITECTURES[model.config.model_type].parts
     assert isinstance(parts, Parts)  # of a decoder
-    stack, total = base.get_submodule(parts.layers), model.config.num_hidden_layers
-    if not (layers and layers.step == 1 and layers.start >= 0 and layers.stop <= total):
-        raise ValueError(f"layers: expected some of the model's {total}, one after the other; found {layers}")
-    for index in set(range(total)) - set(layers):
+    stack = base.get_submodule(parts.layers)
+    for index in set(range(len(stack))) - set(layers):
         delattr(stack, str(index))  # `del stack[index]` would rename the layers after it
     model.config.num_hidden_layers = len(layers)
     if getattr(model.config, "layer_types", None) is not None:  # read by the place in the stack
@@ -127,6 +125,27 @@ def weight_files(model: str) -> dict[str, str]:
     return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
 
 
+def stored_config(model: str, field: str, off: str) -> Any:
+    """Return the config of a model whose weights are read in parts.
+
+    Raises:
+        UserError: a GGUF file, or quantized weights; the message says to set the recipe's `field` to `off`.
+    """
+    if gguf_file(model) is not None:
+        raise UserError(
+            f"model {model}: {field}: expected safetensors, which are read in parts, found a GGUF file; "
+            f"set {field}={off}"
+        )
+    with readable(model, "readable weights"):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False, **hub_options(model))
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            f"model {model}: {field}: expected weights that are not quantized, found a quantization_config; use "
+            f"another copy of the model, or set {field}={off}"
+        )
+    return config
+
+
 class StoredWeights:
     """The safetensors of a softmax model, in one file or several, in a folder or on the hub.
 
@@ -135,33 +154,13 @@ class StoredWeights:
     """
 
     def __init__(self, model: str) -> None:
-        if gguf_file(model) is not None:
-            raise UserError(
-                f"model {model}: expected safetensors, from which block-wise transfer reads single layers, found a "
-                "GGUF file; set transfer.layers_per_block=null"
-            )
         self._model, self._options = model, hub_options(model)
-        with readable(model, "readable weights"):
-            self.config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False, **self._options)
-            self._files = weight_files(model)
+        self.config = stored_config(model, "transfer.layers_per_block", "null")
         if self.config.model_type not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"model: expected a softmax model ({known}), found {self.config.model_type!r}")
-        if ARCHITECTURES[self.config.model_type].bidirectional:
-            raise UserError(
-                f"model {model}: expected a decoder, found the encoder {self.config.model_type!r}; block-wise transfer "
-                "is for decoders: set transfer.layers_per_block=null"
-            )
-        if get_checkpoint_conversion_mapping(self.config.model_type):
-            raise UserError(
-                f"model {model}: expected weights that are stored in the layout of the model, found "
-                f"{self.config.model_type!r}, whose experts are not; set transfer.layers_per_block=null"
-            )
-        if getattr(self.config, "quantization_config", None) is not None:
-            raise UserError(
-                f"model {model}: expected weights that are not quantised, found a quantization_config; block-wise "
-                "transfer reads them as they are: use another copy of the model, or set transfer.layers_per_block=null"
-            )
+        with readable(model, "readable weights"):
+            self._files = weight_files(model)
 
     def read(self, names: Iterable[str], prefix: str, device: torch.device) -> dict[str, Tensor]:
         """Return these tensors by name. In checkpoints of a base model their names lack `prefix`.

@@ -18,7 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 from transformers.initialization import no_init_weights
@@ -29,8 +29,7 @@ from linearize.base import UserError, progress
 from linearize.distributed import main_process_first, read_rows, world
 from linearize.hf.attention import mixer_weights
 from linearize.hf.checkpoint import CAUSAL, as_trained, hub_options, readable
-from linearize.hf.gguf_file import gguf_file
-from linearize.hf.partial_model import compute_buffers, weight_files
+from linearize.hf.partial_model import compute_buffers, stored_config, weight_files
 from linearize.hf.sharding import first_row, local, replace_weights, shard, skeleton, whole
 
 FILE_SIZE = "5GB"  # of each written file, which the main process holds in memory
@@ -56,18 +55,8 @@ def load_sharded(
         UserError: a GGUF file, an encoder, quantized weights, or weights that are missing, left over, or of another
             shape.
     """
-    if gguf_file(model) is not None:
-        raise UserError(
-            f"model {model}: distributed.shard: expected safetensors, of which each process reads its part, found a "
-            "GGUF file; set distributed.shard=none"
-        )
+    config = stored_config(model, "distributed.shard", "none")
     with readable(model, "readable weights"):
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False, **hub_options(model))
-        if getattr(config, "quantization_config", None) is not None:
-            raise UserError(
-                f"model {model}: distributed.shard: expected weights that are not quantized, found a "
-                "quantization_config; set distributed.shard=none"
-            )
         with main_process_first():
             files = weight_files(model)
             paths = [Path(str(cached_file(model, name, **hub_options(model)))) for name in {*files.values()}]

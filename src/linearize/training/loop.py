@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,8 +21,7 @@ from linearize.base import DivergedError, UserError, step_progress
 from linearize.configs.training import TrainConfig
 from linearize.data.rows import Rows
 from linearize.distributed import barrier, clip_gradients, main_process_first, sum_gradients, world
-from linearize.training.batches import Batches
-from linearize.training.optimizers import load_state, make_optimizer, state_of
+from linearize.training.optimizers import build_schedule, load_state, make_optimizer, state_of
 from linearize.training.resumption import (
     MetricsLog,
     StageFolder,
@@ -30,7 +30,6 @@ from linearize.training.resumption import (
     rng_state,
     run_identity,
 )
-from linearize.training.schedules import build_schedule
 
 DIVERGED = 2.75  # factor of the first held-out loss above which a stage that was never below it has diverged
 SMALL_LOSS = 1e-3  # a loss below it is no divergence: a student that equals its teacher has a first loss of 0
@@ -104,7 +103,7 @@ def train(
         DivergedError: a loss or gradient is not finite; or the mean held-out loss was never below the first one, and
             ends above `DIVERGED` times it.
         UserError: a full disk, or an `output_dir` of another run or, if given, another `model`.
-        ValueError: no rows, losses that do not match the units, or names or parameters that two units share.
+        ValueError: no rows.
     """
     parameters = _parameters(objective.units)
     rows = [tensor for r in (train_rows, validation_rows) for tensor in r.tensors()]
@@ -181,6 +180,36 @@ def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
     if missing := parameters.keys() - tensors.keys():
         raise UserError(f"{output_dir}: expected the parameters of this model, found none for {min(missing)}")
     _copy_into(parameters, tensors)
+
+
+class Batches:
+    """The rows of each step, in micro batches. They depend on the seed and the step alone."""
+
+    def __init__(self, rows: Rows, config: TrainConfig, seed: int) -> None:
+        if not len(rows):
+            raise ValueError("there are no rows to train on")
+        self._rows, self._seed = rows, seed
+        self._batch_size = min(config.batch_size, len(rows))
+        # Several processes divide the rows of a step.
+        share = -(-self._batch_size // world().size)
+        self._micro_batch_size = min(config.micro_batch_size or config.batch_size, share)
+        self._steps_per_epoch = len(rows) // self._batch_size
+        self.tokens_per_step = self._batch_size * rows.num_tokens // len(rows)
+        self.num_steps = config.epochs * self._steps_per_epoch
+        if config.max_tokens is not None:
+            self.num_steps = max(1, min(self.num_steps, config.max_tokens // self.tokens_per_step))
+
+    def at(self, step: int) -> list[Rows]:
+        epoch, index = divmod(step, self._steps_per_epoch)
+        order = _permutation(len(self._rows), self._seed, epoch)
+        chosen = order[index * self._batch_size : (index + 1) * self._batch_size]
+        starts = range(0, self._batch_size, self._micro_batch_size)
+        return [self._rows.rows(chosen[start : start + self._micro_batch_size]) for start in starts]
+
+
+@lru_cache(maxsize=1)
+def _permutation(length: int, seed: int, epoch: int) -> list[int]:
+    return random.Random(f"{seed}, epoch {epoch}").sample(range(length), length)
 
 
 class _UnitRun:
@@ -335,8 +364,6 @@ class StageRun:
         )
 
     def _checked(self, losses: dict[str, float], what: str, step: int) -> dict[str, float]:
-        if losses.keys() != {unit.name for unit in self.units}:
-            raise ValueError(f"expected a {what} for each of {[unit.name for unit in self.units]}, got {list(losses)}")
         return {unit.name: unit.finite(losses[unit.name], what, step) for unit in self.units}
 
     def _record(self, event: str, units: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -375,11 +402,7 @@ class StageRun:
 
 
 def _parameters(units: Sequence[Unit]) -> dict[str, nn.Parameter]:
-    parameters = dict(named := [item for unit in units for item in unit.parameters.items()])
-    distinct = len({unit.name for unit in units}), len(parameters), len({id(p) for p in parameters.values()})
-    if distinct != (len(units), len(named), len(named)):
-        raise ValueError("units must differ in name and share neither parameters nor the names of parameters")
-    return parameters
+    return {name: parameter for unit in units for name, parameter in unit.parameters.items()}
 
 
 def _copy_into(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
