@@ -16,7 +16,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 import linearize
 from linearize.base import UserError
-from linearize.hf.attention import layer_of, linearized_layers
+from linearize.hf.attention import linearized_layers
+from linearize.hf.cache import layer_of
 from tests.hf.checks import assert_close, cached, left_padding, uncached
 from tests.hf.decoders import DECODERS
 from tests.hf.generation_checks import generate, prefilled

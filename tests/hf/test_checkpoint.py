@@ -245,7 +245,7 @@ def test_random_mixers_that_a_checkpoint_lacks(tmp_path: Path) -> None:
 
 
 def test_a_config_makes_more_than_one_model() -> None:
-    """hide_masks writes into the config that a model is made from."""
+    """`install` writes into the config that a model is made from."""
     student = student_of(CASE["llama-sliding"])
     again = type(student)(copy.deepcopy(student.config)).double()
     again.load_state_dict(student.state_dict())

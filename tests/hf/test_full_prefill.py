@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import linearize
 from linearize.base import UserError
-from linearize.hf.attention import layer_of, linearized_layers
-from linearize.hf.cache import LinearizedCacheLayer
+from linearize.hf.attention import linearized_layers
+from linearize.hf.cache import LinearizedCacheLayer, layer_of
 from tests.hf import checks
 from tests.hf.generation_checks import assert_same_state
 from tests.hf.models import CASE, make_student, random_tokens, teacher_of

@@ -1,7 +1,7 @@
 """Converted attention layers: the model's own attention class with another function of q, k and v.
 
-This file and `convert` alone use private parts of transformers: they replace ``module.__class__`` and give each layer a
-config with its own ``_attn_implementation_internal``.
+This file, `classes` and `convert` alone use private parts of transformers: they replace ``module.__class__`` and give
+each layer a config with its own ``_attn_implementation_internal``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.base import UserError
 from linearize.hf.architectures import architecture_of
-from linearize.hf.cache import LinearizedCacheLayer, cache_layer
+from linearize.hf.cache import layer_of
 from linearize.hf.keywords import LAYOUT, ROTATED
 from linearize.hf.offload import keep_in_memory
 from linearize.hf.unsupported import refuse_paged_cache
@@ -105,7 +105,7 @@ class LinearizedAttention:
 
 
 def _without_rope(forward: Any) -> Callable[..., Any]:
-    """Return a copy of an attention's `forward` that calls `_unrotated` in place of `apply_rotary_pos_emb`.
+    """Return a copy of an attention's `forward` that does not rotate queries and keys.
 
     The copy's globals have no `__name__`, by which torch.compile would find the original function in the module.
 
@@ -116,7 +116,7 @@ def _without_rope(forward: Any) -> Callable[..., Any]:
     if "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return _cannot_leave_rope_out
     variables = {name: x for name, x in forward.__globals__.items() if name != "__name__"}
-    variables["apply_rotary_pos_emb"] = _unrotated
+    variables["apply_rotary_pos_emb"] = lambda query, key, *_, **__: (query, key)
     copied = FunctionType(forward.__code__, variables, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return copied
@@ -127,10 +127,6 @@ def _cannot_leave_rope_out(self: Any, **_: Any) -> Any:
         f"{type(self).__name__}: expected an attention whose forward calls apply_rotary_pos_emb, found another; this "
         "version of transformers is not supported with mixers that read queries and keys before RoPE"
     )
-
-
-def _unrotated(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return query, key
 
 
 def linearized_attention(
@@ -200,11 +196,6 @@ def _teacher_module(module: Any) -> Any:
     return sys.modules[module.softmax_class.__module__]
 
 
-def layer_of(cache: Any, module: Any) -> LinearizedCacheLayer:
-    """Return the layer of `cache` that belongs to a linearized attention module."""
-    return cache_layer(cache, module.layer_idx, module.model_config)
-
-
 def _rotate(module: Any, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return query and key after RoPE by the function of the layer's own attention; dimensions without angles stay.
 
@@ -247,18 +238,6 @@ def mixer_weights(model: nn.Module) -> set[str]:
     return {
         f"{name}.mixer.{key}" for name, layer in linearized_layers(model).items() for key in layer.mixer.state_dict()
     }
-
-
-def hide_masks(model: PreTrainedModel, layers: int) -> None:
-    """Keep transformers from building T x T masks if no layer stays softmax: it builds none for our function."""
-    if len(linearized_layers(model)) == layers:
-        model.config._attn_implementation_internal = IMPLEMENTATION
-
-
-def unhide_masks(config: Any) -> None:
-    """Undo `hide_masks` on the config of a new model, so that transformers chooses an implementation again."""
-    if config._attn_implementation == IMPLEMENTATION:
-        config._attn_implementation_internal = None
 
 
 @contextmanager

@@ -290,15 +290,16 @@ def _can_hold(spare: State, state: State) -> bool:
     )
 
 
-def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
-    """Return the linearized layer `index` of `cache`; if the layer there is still empty, replace it first.
+def layer_of(cache: Cache, module: Any) -> LinearizedCacheLayer:
+    """Return a linearized attention module's layer of `cache`; if an empty layer of another kind is there, replace it.
 
-    A new layer keeps S between steps in the `state_dtype` of `config`, and reads a first call by its `prefill`.
+    A new layer keeps S between steps in the config's `state_dtype`, and reads a first call by its `prefill`.
 
     Raises:
         ValueError: the layer already holds keys and values of a softmax model.
         UserError: an unknown `state_dtype` or `prefill`.
     """
+    index, config = module.layer_idx, module.model_config
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
     layer: Any = cache.layers[index]
@@ -309,20 +310,17 @@ def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
             f"cache layer {index}: expected an empty or a linearized layer, found {type(layer).__name__} with "
             f"{layer.get_seq_length()} tokens; a softmax model's cache cannot be continued, start from an empty one"
         )
-    state_dtype = config.state_dtype
-    if state_dtype not in STATE_DTYPES:
+    if config.state_dtype not in STATE_DTYPES:
         raise UserError(
-            f"config.state_dtype: expected one of {', '.join(map(str, STATE_DTYPES))}; found {state_dtype!r}"
+            f"config.state_dtype: expected one of {', '.join(map(str, STATE_DTYPES))}; found {config.state_dtype!r}"
         )
     if config.prefill not in PREFILLS:
         raise UserError(f"config.prefill: expected {' or '.join(PREFILL_COSTS)}, found {config.prefill!r}")
-    dtype, options = STATE_DTYPES[state_dtype], {"full_prefill": config.prefill == FULL}
-    static = type(cache) is StaticCache
-    made = (
-        StaticLinearizedCacheLayer(dtype, layer.max_cache_len, **options)
-        if static
-        else LinearizedCacheLayer(dtype, **options)
-    )
+    dtype, full = STATE_DTYPES[config.state_dtype], config.prefill == FULL
+    if type(cache) is StaticCache:
+        made = StaticLinearizedCacheLayer(dtype, layer.max_cache_len, full_prefill=full)
+    else:
+        made = LinearizedCacheLayer(dtype, full_prefill=full)
     ours = (layer for layer in cache.layers if isinstance(layer, LinearizedCacheLayer))
     made.shared_counts = next((layer.shared_counts for layer in ours), made.shared_counts)
     cache.layers[index] = made

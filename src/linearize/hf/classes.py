@@ -27,16 +27,8 @@ from transformers.conversion_mapping import (
 from linearize.base import UserError
 from linearize.configs.mixer import HeadwiseConfig, LayerPlan, MixerConfig, is_spread
 from linearize.hf.architectures import ARCHITECTURES, DECODER_HEADS, ENCODER_HEADS, Architecture, architecture_of
-from linearize.hf.attention import (
-    LinearizedAttention,
-    attach,
-    hide_masks,
-    layer_of,
-    linearized_layers,
-    mixer_weights,
-    unhide_masks,
-)
-from linearize.hf.cache import same_size_mask
+from linearize.hf.attention import IMPLEMENTATION, LinearizedAttention, attach, linearized_layers, mixer_weights
+from linearize.hf.cache import layer_of, same_size_mask
 from linearize.hf.compiled import cache_to_compile, history
 from linearize.hf.layouts import encoder_layout_hook, keep_documents_apart, layout_hook
 from linearize.hf.offload import keep_in_memory
@@ -146,7 +138,8 @@ class LinearizedModel(Unsupported, PreTrainedModel):
     _keep_in_fp32_modules_strict = {"mixer"}  # noqa: RUF012 (transformers declares it so)
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        unhide_masks(config)
+        if config._attn_implementation == IMPLEMENTATION:  # another model of this config hides masks, see `install`
+            config._attn_implementation_internal = None  # transformers chooses again
         super().__init__(config, *args, **kwargs)
         # Some heads make their base model by AutoModel; that is a linearized model, which has its mixers already.
         if not linearized_layers(self):
@@ -335,7 +328,8 @@ def install(model: PreTrainedModel, device: torch.device | None = None) -> None:
             torch.default_generator.manual_seed(Random(f"{seed}, layer {module.layer_idx}").getrandbits(63))
             mixer = build(mixer_config, shape)
         attach(module, mixer.to(at, dtype), ATTENTION_CLASSES[base_type], model.config)
-    hide_masks(model, len(plan))
+    if None not in plan:  # transformers builds no T x T masks for our function
+        model.config._attn_implementation_internal = IMPLEMENTATION
     if architecture.parts is None:
         model.base_model.register_forward_pre_hook(encoder_layout_hook, with_kwargs=True)
     else:  # not on the base model: OPT's language model calls the module inside it directly

@@ -16,7 +16,8 @@ from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, P
 from linearize.base import UserError
 from linearize.configs.mixer import LayerPlan, is_constant
 from linearize.distributed import world
-from linearize.hf.attention import layer_of, linearized_layers
+from linearize.hf.attention import linearized_layers
+from linearize.hf.cache import layer_of
 from linearize.hf.unsupported import angles_change
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,18 @@ def cache_to_compile(
     pays = rows in past.compiled or past.steps[rows] + (settings.max_new_tokens or 0) >= STEPS_TO_PAY
     if past.possible is False or not pays:
         return None
-    if not _one_token_a_step(settings, mode) or not _nobody_needs_the_cache(settings, model_kwargs):
-        return None
-    if not _on_one_device(model) or threading.current_thread() is not threading.main_thread():
+    # Every step has one token of every row, in the same order. transformers would also compile the chunks of a prompt.
+    one_token = (
+        mode in ("greedy_search", "sample") and not settings.is_assistant and settings.prefill_chunk_size is None
+    )
+    default_cache = (
+        settings.use_cache is not False
+        and settings.cache_implementation is None
+        and not settings.return_dict_in_generate
+        and model_kwargs.get("past_key_values") is None
+    )
+    one_device = len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1 and world().size == 1
+    if not (one_token and default_cache and one_device and threading.current_thread() is threading.main_thread()):
         return None
     if angles_change(model.config) or not is_constant(plan()):
         return None
@@ -93,30 +103,6 @@ def cache_to_compile(
         return None
     _reuse_layers(cache, past, (rows, model.config.state_dtype, model.config.prefill))
     return cache
-
-
-def _one_token_a_step(settings: GenerationConfig, mode: str) -> bool:
-    """Return whether every forward after the prompt has one token of every row, with rows in the same order."""
-    return (
-        mode in ("greedy_search", "sample")
-        and not settings.is_assistant
-        and settings.prefill_chunk_size is None  # transformers would also compile the chunks
-    )
-
-
-def _nobody_needs_the_cache(settings: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-    """Return whether `generate()` makes its default cache and does not return it to the caller."""
-    return (
-        settings.use_cache is not False
-        and settings.cache_implementation is None
-        and not settings.return_dict_in_generate
-        and model_kwargs.get("past_key_values") is None
-    )
-
-
-def _on_one_device(model: Any) -> bool:
-    """Return whether the whole model is on one device, in a single process."""
-    return len(set(getattr(model, "hf_device_map", {"": 0}).values())) == 1 and world().size == 1
 
 
 def _begin(model: PreTrainedModel, past: StepHistory, rows: int) -> bool:

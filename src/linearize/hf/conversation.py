@@ -15,8 +15,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from linearize.base import UserError, atomic_file
 from linearize.hf.architectures import ARCHITECTURES
-from linearize.hf.attention import LinearizedAttention, layer_of
-from linearize.hf.cache import fill_layer, layer_tensors
+from linearize.hf.attention import LinearizedAttention
+from linearize.hf.cache import fill_layer, layer_of, layer_tensors
 from linearize.hf.classes import MODEL_CLASSES, attention_modules
 from linearize.hf.fingerprint import fingerprint
 from linearize.hf.unsupported import angles_change, rotated_length

@@ -43,7 +43,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
             f"distributed.shard: expected a decoder, found {model.config.model_type!r}; set distributed.shard=none"
         )
     mixers = {p for layer in linearized_layers(model).values() for p in layer.mixer.parameters()}
-    stored, computed = model.dtype, _computed_in(model)
+    stored, computed = model.dtype, model.config.dtype
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if stored != computed:
         policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored, cast_forward_inputs=False)
@@ -55,11 +55,6 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=mixers)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo supports no other
-
-
-def _computed_in(model: Any) -> torch.dtype:
-    """Return the dtype in which layers compute; trained weights of half-precision models have another."""
-    return model.config.dtype
 
 
 def skeleton(model: PreTrainedModel) -> Any:
@@ -140,8 +135,7 @@ def divided_weights(model: nn.Module) -> dict[str, Tensor]:
 def round_weights(model: Any) -> None:
     """Round divided weights to the dtype in which layers compute, as is done at a stage's end without sharding."""
     for weight in divided_weights(model).values():
-        if weight.dtype != _computed_in(model):
-            weight.copy_(weight.to(_computed_in(model)))
+        weight.copy_(weight.to(model.config.dtype))
 
 
 def local(tensor: Tensor) -> Tensor:

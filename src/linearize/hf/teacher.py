@@ -94,6 +94,8 @@ class TeacherShape:
         if not 0 < rotated <= 1:
             raise UserError(f"config.json: partial_rotary_factor: expected a number from 0 to 1, found {rotated}")
         positions = _patches(config) + _SPECIAL_TOKENS[model_type] if model_type in _SPECIAL_TOKENS else 0
+        # No token uses positions up to the padding token's id in RoBERTa.
+        unused = 1 + (config.pad_token_id or 0) if model_type == "roberta" else 0
         return cls(
             model_type=model_type,
             num_layers=len(passes),
@@ -102,7 +104,7 @@ class TeacherShape:
             head_dim=size("head_dim", hidden // heads),
             hidden_size=hidden,
             vocab_size=0 if positions else size("vocab_size"),
-            max_positions=positions or size("max_position_embeddings") - _unused_positions(config),
+            max_positions=positions or size("max_position_embeddings") - unused,
             sliding_layers=_sliding_layers(config, len(passes)),
             passes=passes,
             bidirectional=bidirectional,
@@ -136,11 +138,6 @@ def _sides(config: PreTrainedConfig, field: str) -> tuple[int, int]:
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise UserError(f"config.json: {field}: expected a positive integer or two, found {value!r}")
     return sides[0], sides[1]
-
-
-def _unused_positions(config: PreTrainedConfig) -> int:
-    """Return the number of positions that no token uses: RoBERTa's start after the padding token's id."""
-    return 0 if config.model_type != "roberta" else 1 + (config.pad_token_id or 0)
 
 
 def _sliding_layers(config: PreTrainedConfig, layers: int) -> tuple[int, ...]:

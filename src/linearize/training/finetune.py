@@ -66,7 +66,7 @@ def finetune(
         output_dir: its files, errors and resumption are those of `training.loop.train`.
         teacher: the model whose outputs `config.loss` compares with; None: the loss needs none.
     """
-    output_dir, before = Path(output_dir), _half_weights(model)
+    output_dir = Path(output_dir)
     finished = (output_dir / RESULT).is_file()
     with prepared(model, config, seed) as (module, autocast, at_end):
         objective = OutputObjective(module, config, teacher, autocast, at_end)
@@ -74,7 +74,7 @@ def finetune(
             objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title, model=model
         )
     if not finished:  # else the warning was logged before
-        _warn(model, before, validation_rows, config, teacher, result, title)
+        _warn(model, validation_rows, config, teacher, result, title)
     return result
 
 
@@ -167,27 +167,15 @@ def prepared(
         model.requires_grad_(False)
 
 
-def _half_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights in half precision by name, except quantized ones and those divided among processes."""
-    named = model.named_parameters()
-    return {name: p.data for name, p in named if p.dtype in HALF and type(p) is nn.Parameter}
-
-
 def _warn(
     model: PreTrainedModel,
-    before: dict[str, Tensor],
     validation_rows: Rows,
     config: FinetuneConfig,
     teacher: PreTrainedModel | None,
     result: TrainResult,
     title: str,
 ) -> None:
-    """Warn if a stage has gained little: no held-out loss was below the first, or rounding lost most of the gain.
-
-    Args:
-        model: after the stage, with rounded weights.
-        before: its weights in half precision before the stage.
-    """
+    """Warn if a stage has gained little: no held-out loss was below the first, or rounding lost most of the gain."""
     first, best = (sum(losses.values()) for losses in (result.initial_loss, result.best_loss))
     if best >= first:
         if result.steps:  # a control that is the teacher itself takes no step: its loss is 0
@@ -198,31 +186,22 @@ def _warn(
                 first,
             )
         return
-    if not (before or is_sharded(model) or getattr(model, "is_quantized", False)):
+    half = any(parameter.dtype in HALF for parameter in model.parameters())
+    if not (half or is_sharded(model) or getattr(model, "is_quantized", False)):
         return
     rounded = OutputObjective(model, config, teacher).evaluate(validation_rows)["model"]
     left = max(0.0, (first - rounded) / (first - best))
     if left < LITTLE:
         logger.warning(
             "%s: rounding the weights to %s leaves %.0f %% of the gain: held-out loss %.6g before, %.6g trained, %.6g "
-            "rounded%s. Raise finetune.lr, or load the model in float32 (--dtype float32)",
+            "rounded. Raise finetune.lr, or load the model in float32 (--dtype float32)",
             title,
             str(model.config.dtype if is_sharded(model) else model.dtype).removeprefix("torch."),
             100 * left,
             first,
             best,
             rounded,
-            _changed(before, _half_weights(model)),
         )
-
-
-def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
-    """Return the share of trained weights that changed, as part of a sentence; empty for divided weights."""
-    pairs = [(before[name], x) for name, x in after.items() if name in before]
-    trained = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr()]  # other weights still share storage
-    count = sum(b.numel() for _, b in trained)
-    changed = sum(int((a != b).sum()) for a, b in trained)
-    return f", where {100 * changed / count:.2f} % of the trained weights changed" if count else ""
 
 
 @dataclass(frozen=True)
