@@ -25,7 +25,7 @@ from linearize.hf.architectures import architecture_of
 from linearize.hf.cache import layer_of
 from linearize.hf.keywords import LAYOUT, ROTATED
 from linearize.hf.offload import keep_in_memory
-from linearize.hf.unsupported import refuse_paged_cache
+from linearize.hf.unsupported import CONTINUOUS_BATCHING
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
 from linearize.ops.layout import SequenceLayout
@@ -150,7 +150,8 @@ def linearized_attention(
         ValueError: a keyword argument that would change the result, and that linear attention does not support.
         UserError: a keyword argument of continuous batching.
     """
-    refuse_paged_cache(kwargs)
+    if kwargs.get("cache") is not None:
+        raise UserError(CONTINUOUS_BATCHING.format(found=f"cache={type(kwargs['cache']).__name__}"))
     call = kwargs.pop(CALL)
     unknown = [name for name, value in kwargs.items() if name not in IGNORED and value is not None]
     if is_causal is not None and is_causal == module.bidirectional:

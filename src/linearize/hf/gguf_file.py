@@ -55,10 +55,7 @@ def gguf_file(model: str) -> Path | None:
     elif not (path.is_file() and path.suffix.lower() == SUFFIX):
         return None
     if (part := _PART.search(path.stem)) and int(part[1]) > 1:
-        raise UserError(
-            f"model: expected a GGUF file with the whole model, found {path}, one of {int(part[1])} parts; join them "
-            "by `llama-gguf-split --merge FIRST_PART OUT.gguf`, and name that file"
-        )
+        raise _one_part(path, int(part[1]))
     try:
         with path.open("rb") as file:
             magic = file.read(len(_MAGIC))
@@ -67,6 +64,13 @@ def gguf_file(model: str) -> Path | None:
     if magic != _MAGIC:
         raise UserError(f"model: {path}: expected a GGUF file, found one that does not begin with GGUF; copy it again")
     return path
+
+
+def _one_part(path: Path, parts: int) -> UserError:
+    return UserError(
+        f"model: expected a GGUF file with the whole model, found {path}, one of {parts} parts; join them by "
+        "`llama-gguf-split --merge FIRST_PART OUT.gguf`, and name that file"
+    )
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
@@ -98,10 +102,7 @@ def _read_header(path: Path, size: int, modified: int) -> tuple[dict[str, Any], 
             "transformers cannot read completely; use the model's folder with config.json and safetensors"
         )
     if parts > 1:
-        raise UserError(
-            f"model: {path}: expected a GGUF file with the whole model, found one of {parts} parts; join them by "
-            "`llama-gguf-split --merge FIRST_PART OUT.gguf`, and name that file"
-        )
+        raise _one_part(path, parts)
     try:
         # The model's name in the file is not the name of a folder or hub model.
         contents, _ = PreTrainedConfig.get_config_dict(str(path.parent), gguf_file=path.name)

@@ -43,12 +43,6 @@ class Unsupported:
     init_continuous_batching = generate_batch
 
 
-def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
-    """Raise UserError if a layer's call comes from continuous batching, which passes a `cache`."""
-    if kwargs.get("cache") is not None:
-        raise UserError(CONTINUOUS_BATCHING.format(found=f"cache={type(kwargs['cache']).__name__}"))
-
-
 def refuse_context_parallel() -> None:
     """Raise UserError within torch's `context_parallel`, which replaces softmax attention."""
     if torch.compiler.is_compiling():

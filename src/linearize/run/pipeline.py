@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.configs.mixer import LayerPlan
-from linearize.configs.training import FinetuneConfig
 from linearize.data.load import load_processor
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
@@ -37,6 +36,7 @@ from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfini
 from linearize.training.finetune import finetune, refuse_quantized
 
 STAGES = ("convert", *TRAINING_STAGES, "evaluate")
+TITLES = {"adapt": "adapting new weights", "finetune": "fine-tuning"}
 ROOM = 0.9  # share of a GPU's memory for the run; the rest is for the driver and parts that the forecast leaves out
 
 
@@ -97,9 +97,10 @@ def _carry_out(
         if block is not None or until == "transfer":
             return None
     teacher = run.load_teacher()
-    for stage, config in (("adapt", run.recipe.adapt), ("finetune", run.recipe.finetune)):
+    tuned = {"adapt": run.recipe.adapt, "finetune": run.recipe.finetune}  # stages that train on the model's outputs
+    for name, config in tuned.items():
         if config is not None:
-            refuse_quantized(teacher, config, stage)
+            refuse_quantized(teacher, config, name)
     planned = stored(run, shape, layers)
     if planned is None:
         planned = broadcast_object(measure(run.recipe, shape, layers, teacher, dataset, processor, run.dtype))
@@ -126,9 +127,10 @@ def _carry_out(
             write_plan(run, shape, layers, dataset)
             student = replace(planned, layers=layers).convert(teacher, run.recipe.seed)
             load_transferred(student, run.recipe.transfer, folder)
-    for name in ("adapt", "finetune"):
-        if STAGES.index(name) <= STAGES.index(until):
-            train_outputs(run, name, student, teacher, dataset)
+    for name, config in tuned.items():
+        if config is not None and STAGES.index(name) <= STAGES.index(until):
+            options = {"output_dir": run.folder / name, "seed": run.recipe.seed, "title": TITLES[name]}
+            finetune(student, dataset.train, dataset.validation, config, teacher=teacher, **options)
     if until != "evaluate":
         return None
     train_controls(run, teacher, student, layers, dataset)
@@ -260,15 +262,6 @@ def final_layers(run: Run, shape: TeacherShape) -> LayerPlan:
     return resolve(run.recipe, shape, transfer_errors(run.folder / "transfer", shape.num_layers))
 
 
-def train_outputs(run: Run, name: str, student: PreTrainedModel, teacher: PreTrainedModel, dataset: Dataset) -> None:
-    """Run the stage `adapt` or `finetune`, which trains on the model's outputs, if the recipe has it."""
-    config: FinetuneConfig | None = getattr(run.recipe, name)
-    if config is None:
-        return
-    options = {"output_dir": run.folder / name, "teacher": teacher, "seed": run.recipe.seed, "title": TITLES[name]}
-    finetune(student, dataset.train, dataset.validation, config, **options)
-
-
 def train_controls(
     run: Run, teacher: PreTrainedModel, student: PreTrainedModel, layers: LayerPlan, dataset: Dataset
 ) -> None:
@@ -282,6 +275,3 @@ def train_controls(
         options = {"output_dir": folder, "seed": run.recipe.seed, "title": f"control: {name.replace('_finetuned', '')}"}
         model = control(run, teacher, student, layers, name)
         finetune(model, dataset.train, dataset.validation, config, teacher=teacher, **options)
-
-
-TITLES = {"adapt": "adapting new weights", "finetune": "fine-tuning"}

@@ -65,15 +65,13 @@ class Activations:
                 "free some space, or start again with a larger transfer.layers_per_block or less data"
             )
         for number in missing:
-            if self._file(number).is_file():  # another job has written it meanwhile
+            path = self._file(number)
+            if path.is_file():  # another job has written it meanwhile
                 continue
             start = number * self.rows_per_file
-            stream = compute(slice(start, min(start + self.rows_per_file, self.num_rows)))
-            self._write(self._file(number), stream.cpu().contiguous())
-
-    def _write(self, path: Path, stream: Tensor) -> None:
-        with atomic_file(path, stream.nbytes) as scratch:
-            save_file({_TENSOR: stream}, scratch, metadata=self._metadata)
+            stream = compute(slice(start, min(start + self.rows_per_file, self.num_rows))).cpu().contiguous()
+            with atomic_file(path, stream.nbytes) as scratch:
+                save_file({_TENSOR: stream}, scratch, metadata=self._metadata)
 
     @property
     def _metadata(self) -> dict[str, str]:

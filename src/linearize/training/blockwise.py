@@ -93,7 +93,8 @@ class BlockwiseTransfer:
     def _train(self, blocks: Collection[int]) -> None:
         wanted = set(blocks) & set(self.unfinished())
         for index in range(max(wanted, default=-1) + 1):
-            hands_on = any(later > index for later in wanted) and not self._is_complete(index + 1)
+            written = all(self._leaving(index, side).complete for side in self._sides)
+            hands_on = any(later > index for later in wanted) and not written
             if index in wanted or hands_on:
                 self._visit(index, learns=index in wanted, hands_on=hands_on)
 
@@ -172,10 +173,6 @@ class BlockwiseTransfer:
         made_from = {"model": self.model, "dtype": str(self.dtype), "layer": str(layer), "data": self._data}
         folder = self.folder / "activations" / f"boundary-{index + 1:03d}"
         return Activations(folder, side, len(self._sides[side]), passes * self._pass_rows, made_from)
-
-    def _is_complete(self, index: int) -> bool:
-        """Return whether all inputs of a block are on disk."""
-        return all(self._leaving(index - 1, side).complete for side in self._sides)
 
     @property
     def _sides(self) -> dict[str, PackedRows]:

@@ -23,9 +23,11 @@ from linearize.data.rows import Rows
 from linearize.distributed import barrier, clip_gradients, main_process_first, sum_gradients, world
 from linearize.training.optimizers import build_schedule, load_state, make_optimizer, state_of
 from linearize.training.resumption import (
+    RESULT,
+    TRAINED,
     MetricsLog,
     StageFolder,
-    read_trained,
+    read_stage,
     restore_rng_state,
     rng_state,
     run_identity,
@@ -176,7 +178,9 @@ def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
         UserError: the stage is missing, unfinished, or of other parameters.
     """
     parameters = _parameters(units)
-    tensors = read_trained(output_dir, parameters)
+    if not (output_dir / TRAINED).is_file():
+        raise UserError(f"{output_dir}: expected a finished stage, found no {TRAINED}; run it to the end")
+    tensors, _ = read_stage(output_dir / TRAINED, output_dir / RESULT, parameters)
     if missing := parameters.keys() - tensors.keys():
         raise UserError(f"{output_dir}: expected the parameters of this model, found none for {min(missing)}")
     _copy_into(parameters, tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,10 +30,8 @@ def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> O
     if config.optimizer.startswith("paged") and any(p.device.type == "cpu" for p in parameters):
         raise UserError("optimizer: expected a GPU to page moments out of, found a CPU; set optimizer=adamw_8bit")
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
-    return _MAKERS[config.optimizer]()(parameters, **options)
-
-
-def _of_bitsandbytes(name: str) -> Callable[..., Optimizer]:
+    if config.optimizer == "adamw":
+        return AdamW(parameters, **options)
     try:
         library: Any = importlib.import_module("bitsandbytes")  # optional, and takes seconds to import
     except ImportError:
@@ -41,14 +39,8 @@ def _of_bitsandbytes(name: str) -> Callable[..., Optimizer]:
             "optimizer: expected bitsandbytes for moments in 8 bits, found none; "
             "pip install 'linearize[quantized]', or set optimizer=adamw"
         ) from None
-    return getattr(library.optim, name)
-
-
-_MAKERS: dict[str, Callable[[], Callable[..., Optimizer]]] = {
-    "adamw": lambda: AdamW,
-    "adamw_8bit": lambda: _of_bitsandbytes("AdamW8bit"),
-    "paged_adamw_8bit": lambda: _of_bitsandbytes("PagedAdamW8bit"),
-}
+    make = library.optim.AdamW8bit if config.optimizer == "adamw_8bit" else library.optim.PagedAdamW8bit
+    return make(parameters, **options)
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -82,12 +74,15 @@ def build_schedule(config: Schedule, optimizer: Optimizer, total_steps: int) -> 
     if isinstance(config, Plateau):
         return ReduceLROnPlateau(optimizer, factor=config.factor, patience=config.patience, min_lr=config.min_lr)
     (group,) = optimizer.param_groups
-    rate = partial(_RATES[type(config)], config, group["lr"], total_steps)
+    if isinstance(config, Cosine):
+        rate = partial(_cosine, config, group["lr"], total_steps)
+    else:
+        rate = partial(_constant, config, group["lr"])
     group["lr"] = 1.0  # the base that LambdaLR multiplies: `rate` is then exactly the learning rate
     return LambdaLR(optimizer, rate)
 
 
-def _constant(config: Constant, peak: float, total_steps: int, step: int) -> float:
+def _constant(config: Constant, peak: float, step: int) -> float:
     """Return 1/(w+1), 2/(w+1), ... of the peak in w warm-up steps, then the peak: no step has a learning rate of 0."""
     return peak * min(1.0, (step + 1) / (config.warmup_steps + 1))
 
@@ -98,9 +93,3 @@ def _cosine(config: Cosine, peak: float, total_steps: int, step: int) -> float:
         return peak * ((step + 1) / (config.warmup_steps + 1))
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
     return config.min_lr + (peak - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
-
-
-_RATES: dict[type, Callable[[Any, float, int, int], float]] = {
-    Constant: _constant,
-    Cosine: _cosine,
-}

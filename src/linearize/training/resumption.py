@@ -193,17 +193,6 @@ def read_stage(
         ) from None
 
 
-def read_trained(folder: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a finished stage; `parameters` as in `read_stage`.
-
-    Raises:
-        UserError: the stage is missing or unfinished; or as `read_stage`.
-    """
-    if not (folder / TRAINED).is_file():
-        raise UserError(f"{folder}: expected a finished stage, found no {TRAINED}; run it to the end")
-    return read_stage(folder / TRAINED, folder / RESULT, parameters)[0]
-
-
 def read_stage_json(path: Path) -> dict[str, Any]:
     """Return the JSON data of a stage.
 
