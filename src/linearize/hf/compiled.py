@@ -68,9 +68,6 @@ def cache_to_compile(
     step, if the caller chooses or gets the cache, or outside the main thread, to which captured CUDA graphs belong.
 
     Args:
-        model: a linearized model.
-        plan: returns the plan of its layers.
-        settings: of this call.
         model_kwargs: arguments that `generate()` passes to the model's forward.
         mode: of generation, by transformers' name.
         rows: of the batch.

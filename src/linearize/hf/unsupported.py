@@ -91,10 +91,7 @@ def refuse_other_angles(config: Any, cache: Any, length: int | None, tokens: int
     """Check that new tokens have the rotary angles of the keys in a cache, which cannot be rotated again.
 
     Args:
-        config: of the model.
-        cache: None, or the state of the tokens before.
         length: `length_of_angles` of the new tokens.
-        tokens: number of new tokens.
 
     Raises:
         UserError: they have other angles.
@@ -124,8 +121,6 @@ def refuse_candidates(config: Any, prompt: int, longest: int) -> None:
     """Check that rotary angles do not change during assisted generation: rejected candidates would change them too.
 
     Args:
-        config: of the model.
-        prompt: number of tokens of the prompt.
         longest: largest number of tokens of prompt and answer.
 
     Raises:
