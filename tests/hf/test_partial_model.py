@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from linearize.planning.checks import check_run
 from safetensors.torch import load, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -27,6 +26,7 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.partial_model import load_block
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
+from linearize.planning.plan import check_run
 from tests import tiny
 from tests.hf.decoders import ARCHITECTURES as OTHERS
 from tests.hf.models import ARCHITECTURES, make_teacher
