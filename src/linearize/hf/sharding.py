@@ -43,7 +43,8 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
             f"distributed.shard: expected a decoder, found {model.config.model_type!r}; set distributed.shard=none"
         )
     mixers = {p for layer in linearized_layers(model).values() for p in layer.mixer.parameters()}
-    stored, computed = model.dtype, model.config.dtype
+    stored = model.dtype
+    computed: Any = model.config.dtype  # trained weights of half-precision models have another
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if stored != computed:
         policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored, cast_forward_inputs=False)
