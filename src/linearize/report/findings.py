@@ -118,8 +118,11 @@ def sides(run: RunFiles) -> list[tuple[Kind, str, list[str]]]:
         "fact": "Also measured",
     }
     every = findings(run)
-    by_kind = ((kind, heading, [x.words for x in every if x.kind == kind]) for kind, heading in headings.items())
-    return [side for side in by_kind if side[2]]
+    sides: list[tuple[Kind, str, list[str]]] = []
+    for kind, heading in headings.items():
+        if lines := [finding.words for finding in every if finding.kind == kind]:
+            sides.append((kind, heading, lines))
+    return sides
 
 
 def sentences(run: RunFiles) -> list[str]:
