@@ -28,7 +28,6 @@ from linearize.planning.plan import make_plan
 from linearize.recipe import Recipe
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.finetune import OutputObjective, prepared
-from linearize.training.loop import Step
 
 # Layers, hidden size, size of the vocabulary, rows and their length.
 SHAPES = [(4, 256, 259, 2, 512), (8, 128, 259, 4, 256), (4, 256, 8192, 2, 256)]
@@ -67,7 +66,7 @@ def packed_rows(vocabulary: int, rows: int, length: int) -> PackedRows:
 def sizes(teacher: PreTrainedModel, rows: PackedRows, recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Forecast and measured bytes of transfer and of fine-tuning."""
     shape = TeacherShape.from_config(teacher.config.to_dict())
-    layers, cpu, step = resolve(recipe, shape), torch.device("cpu"), Step(0, 1, 0)
+    layers, cpu = resolve(recipe, shape), torch.device("cpu")
     plan = make_plan(recipe, shape, layers, dtype=torch.float32, device=cpu, training_tokens=rows.num_tokens)
     assert plan.transfer is not None and plan.finetune is not None
     assert recipe.transfer is not None and recipe.finetune is not None
@@ -75,10 +74,10 @@ def sizes(teacher: PreTrainedModel, rows: PackedRows, recipe: Recipe) -> dict[st
     forecast = [x.memory_bytes - weights - 3 * FP32 * x.trainable_parameters for x in (plan.transfer, plan.finetune)]
     student = convert_layers(teacher, layers)
     transfer = TransferObjective(student, recipe.transfer)
-    measured = [peak_bytes(lambda: transfer.backward([rows], step), cpu)]
+    measured = [peak_bytes(lambda: transfer.backward([rows]), cpu)]
     with prepared(student, recipe.finetune, seed=0) as (module, autocast, _):
         finetune = OutputObjective(module, recipe.finetune, teacher, autocast)
-        measured.append(peak_bytes(lambda: finetune.backward([rows], step), cpu))
+        measured.append(peak_bytes(lambda: finetune.backward([rows]), cpu))
     return dict(zip(("transfer", "finetune"), zip(forecast, measured, strict=True), strict=True))
 
 

@@ -21,7 +21,6 @@ from linearize.layer_plan import resolve
 from linearize.mixers.linear import LinearMixer
 from linearize.recipe import recipe_names
 from linearize.training.attention_transfer import TransferObjective
-from linearize.training.loop import Step
 from tests import tiny
 from tests.hf import checks
 from tests.hf import generation_checks as generation
@@ -245,7 +244,7 @@ def test_attention_transfer_reaches_every_parameter(case: Case) -> None:
     student = make_student(case, make_teacher(case.architecture, **case.teacher))
     rows = tiny.packed([[24], [10, 14]], vocabulary=VOCABULARY)
     objective = TransferObjective(student, case.recipe().transfer)
-    losses = objective.backward([rows], Step(0, 1, 0))
+    losses = objective.backward([rows])
     assert len(losses) == 2 and min(losses.values()) > 0
     # Without a window, nothing depends on how it is weighted.
     idle = "combine" if isinstance(first_mixer(student).config.span, NoSpan) else "none"
@@ -267,14 +266,14 @@ def test_layers_without_parameters_are_left_out() -> None:
     student = convert_layers(teacher, (resolve(tiny.recipe(), shape)[0], resolve(recipe, shape)[1]))
     objective = TransferObjective(student, recipe.transfer)
     trained = [unit.name for unit in objective.units]
-    assert list(objective.backward([rows], Step(0, 1, 0))) == trained == ["model.layers.0.self_attn"]
+    assert list(objective.backward([rows])) == trained == ["model.layers.0.self_attn"]
 
 
 def test_a_loss_that_no_parameter_moves() -> None:
     """Without a window, and with a map that learns nothing, the window factor alone is left, and idle."""
     recipe = tiny.recipe(mixer=MIXERS["cosformer"] | dict(span=dict(type="none")))
     objective = TransferObjective(linearize.convert(tiny.llama(), recipe), recipe.transfer)
-    losses = objective.backward([tiny.packed([[24]])], Step(0, 1, 0))
+    losses = objective.backward([tiny.packed([[24]])])
     assert list(losses) == [unit.name for unit in objective.units]
     assert all(p.grad is None for unit in objective.units for p in unit.parameters.values())
 

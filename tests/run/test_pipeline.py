@@ -225,7 +225,7 @@ def test_apart_from_its_run(finished: Run, tmp_path: Path) -> None:
     for name in ("recipe.yaml", "run.json"):
         assert (older / name).read_text() == (finished.folder / name).read_text()
         (older / name).unlink()
-    with pytest.raises(UserError, match=r"data\.dataset: expected a file, folder or hub id, found nothing"):
+    with pytest.raises(UserError, match=r"data\.dataset: expected a hub id, or a local file or folder, found none"):
         evaluated(older)
     overrides = {name: value for name, value in tiny.RECIPE.items() if name.startswith(("data.", "evaluation."))}
     expected = {measured["name"]: measured for measured in evaluation(finished.folder)["measured"]}

@@ -138,7 +138,7 @@ def test_only_adapters_have_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path:
     original = OutputObjective.backward
 
     def backward(self: OutputObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
-        losses = original(self, micro_batches, step)
+        losses = original(self, micro_batches)
         with_gradient.update(name for name, p in student.named_parameters() if p.grad is not None)
         return losses
 
@@ -219,7 +219,7 @@ def test_a_start_that_stays_best_is_said(
     backward = OutputObjective.backward
 
     def uphill(self: OutputObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
-        losses = backward(self, micro_batches, step)
+        losses = backward(self, micro_batches)
         for parameter in self.units[0].parameters.values():
             assert parameter.grad is not None
             parameter.grad.neg_()
@@ -276,8 +276,8 @@ def test_what_raises_leaves_the_model_as_it_was(
     def stopped(self: OutputObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
         if len(steps) == 2:
             raise stop("in the middle")
-        steps.append(step)
-        return backward(self, micro_batches, step)
+        steps.append(len(steps))
+        return backward(self, micro_batches)
 
     monkeypatch.setattr(OutputObjective, "backward", stopped)
     with pytest.raises(stop):
