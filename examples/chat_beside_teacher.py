@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.base import progress
 from linearize.evaluation.speed import cache_bytes
+from linearize.planning.results import size
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("run", type=Path, help="the folder that `linearize convert` wrote, of a model with a chat template")
@@ -46,7 +47,7 @@ for prefill in progress([None, "streaming", "full"], "answers"):
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         out = model.generate(**ids, max_new_tokens=100, do_sample=False, return_dict_in_generate=True)
         answer = tokenizer.decode(out.sequences[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-        columns[-1].append(Text(f"{answer}\n({cache_bytes(out.past_key_values):,} bytes of memory)"))
+        columns[-1].append(Text(f"{answer}\n({size(cache_bytes(out.past_key_values))} of memory)"))
 for question, *answers in zip([given.question, f"(700 tokens of text) {last}"], *columns, strict=True):
     table.add_row(Text(question), *answers)
 rich.print(table)

@@ -112,7 +112,7 @@ def test_chat_beside_teacher(example: Example, tmp_path: Path) -> None:
         assert refused.value.code == 2
     byte_tokenizer(template=CHATML).save_pretrained(folder / "model")
     said = example("chat_beside_teacher", folder, "--question", "abc")
-    assert all(words in said for words in ("teacher", "streaming", "full", "bytes"))
+    assert all(words in said for words in ("teacher", "streaming", "full", "KiB"))
 
 
 def test_the_page_of_the_examples_lists_them() -> None:
