@@ -278,10 +278,11 @@ def test_no_other_spelling_is_a_task_yaml(evil: Path) -> None:
     (evil / "group.jsonl").write_text(json.dumps({"group": "g", "task": [str(evil / "evil.yaml")]}) + "\n")
     for inline in ({"include": str(evil / "evil.yaml")}, {"group": "g", "task": [str(evil / "evil.yaml")]}):
         with pytest.raises(UserError, match=r"recipe field evaluation\.tasks\.0: .* string"):
-            tiny.recipe(evaluation__tasks=[inline])
+            tiny.recipe(evaluation__examine=True, evaluation__tasks=[inline])
     for name in ("evil.yaml", "EVIL.YAML", "evil.yml", "evil.yaml/", "../evil", "lines.jsonl", "group.jsonl"):
+        evaluation = tiny.recipe(evaluation__examine=True, evaluation__tasks=[str(evil / name)]).evaluation
         with pytest.raises(UserError):
-            check_tasks(tiny.recipe(evaluation__tasks=[str(evil / name)]).evaluation, trusted=False)
+            check_tasks(evaluation, trusted=False)
     assert not (evil / "written").exists()
 
 
@@ -289,7 +290,7 @@ def test_no_other_spelling_is_a_task_yaml(evil: Path) -> None:
 @pytest.mark.parametrize("spelling", ["{}/evil.yaml ", "{}/*", "{}/evil", "evil"])
 def test_what_is_not_yaml_by_its_name_is_the_name_of_a_task(evil: Path, spelling: str) -> None:
     task = spelling.format(evil)
-    check_tasks(tiny.recipe(evaluation__tasks=[task]).evaluation, trusted=False)
+    check_tasks(tiny.recipe(evaluation__examine=True, evaluation__tasks=[task]).evaluation, trusted=False)
     with pytest.raises(UserError, match="the name of a task of lm-eval, found"):
         run_benchmarks({}, tiny.byte_tokenizer(), [task], shots=0, limit=1, batch_size=1, seed=0)
     assert not (evil / "written").exists()
