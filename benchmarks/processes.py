@@ -95,14 +95,14 @@ def main() -> None:
                 if recipe.transfer is not None:
                     config = all_rows_a_step(recipe.transfer, rows, steps)
                     batches = Batches(rows, config, recipe.seed)
-                    run = StageRun(TransferObjective(student, config), batches, rows, config, recipe.seed)
+                    run = StageRun(TransferObjective(student, config), batches, rows, config)
                     found.append(measure(name, "transfer", run, arguments.repeats))
                 if recipe.finetune is not None:
                     config = all_rows_a_step(recipe.finetune, rows, steps)
                     with prepared(student, config, recipe.seed) as (module, autocast, _):
                         batches = Batches(rows, config, recipe.seed)
                         objective = OutputObjective(module, config, teacher, autocast)
-                        run = StageRun(objective, batches, rows, config, recipe.seed)
+                        run = StageRun(objective, batches, rows, config)
                         stage = "LoRA" if config.lora else "all weights"
                         found.append(measure(name, stage, run, arguments.repeats))
     except UserError as error:

@@ -87,13 +87,13 @@ def measure(
     steps = repeats + 2  # one is not counted, one is of the bytes
     if recipe.transfer is not None:
         config = all_rows_a_step(recipe.transfer, rows, steps)
-        run = StageRun(TransferObjective(student, config), Batches(rows, config, seed), rows, config, seed)
+        run = StageRun(TransferObjective(student, config), Batches(rows, config, seed), rows, config)
         compare("transfer", run.update, forward_call(teacher, rows))
     if recipe.finetune is not None:
         config, control = all_rows_a_step(recipe.finetune, rows, steps), to_softmax(student)
         with prepared(student, config, seed) as ours, prepared(control, config, seed) as theirs:
             objectives = [OutputObjective(module, config, teacher, autocast) for module, autocast, _ in (ours, theirs)]
-            runs = [StageRun(x, Batches(rows, config, seed), rows, config, seed) for x in objectives]
+            runs = [StageRun(x, Batches(rows, config, seed), rows, config) for x in objectives]
             compare("LoRA" if config.lora else "all weights", *(run.update for run in runs))
     return found
 

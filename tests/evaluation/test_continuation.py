@@ -23,6 +23,8 @@ def test_differences_are_of_pairs() -> None:
     assert loss.mean == pytest.approx(hard.mean().item() + 0.1, abs=1e-6) and loss.high - loss.low > 0.3
     with pytest.raises(UserError, match="at least 16 documents or examples"):
         loss_difference(readings(hard[:15]), readings(hard[:15]))
+    with pytest.raises(ValueError, match="found 20 and 19 rows"):
+        loss_difference(teacher, readings(hard[:19]))
 
 
 def test_shares_have_wilsons_interval() -> None:

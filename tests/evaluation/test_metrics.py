@@ -148,7 +148,12 @@ def test_the_spread_of_resamples_is_the_standard_error() -> None:
     assert draws.std().item() == pytest.approx((0.75 * 0.25 / 200) ** 0.5, rel=0.1)
 
 
-def test_few_examples_are_refused() -> None:
+def test_answers_to_other_examples_are_not_compared() -> None:
+    a, b = classified(10, 2), classified(11, 2)
+    with pytest.raises(ValueError, match=r"same examples, found a: 10 \(accuracy, f1, matthews\), b: 11"):
+        bootstrapped({"a": a, "b": b})
+    with pytest.raises(ValueError, match="to the same examples"):
+        bootstrapped({"a": a, "b": classified(10, 2, metrics=("f1",))})
     with pytest.raises(UserError, match=r"at least 16 documents or examples, .*, found 15; give more"):
         bootstrapped({"a": classified(15, 2)})
 

@@ -207,8 +207,8 @@ class AbsoluteScale(Config):
     """Window and linear part in one scale: y = (num_w + e^(l - c) num_l) / (den_w + e^(l - c) den_l).
 
     c is the largest logit in the window, l the log scale of the exponential features plus a learned offset per query
-    head. Distant keys have the same scale as near ones, as in softmax. The linear part of SharedDenominator must learn
-    the scale instead.
+    head. So all keys are weighted on one scale, as softmax does. With SharedDenominator, the linear part learns its
+    scale.
     """
 
     type: Literal["absolute_scale"] = "absolute_scale"

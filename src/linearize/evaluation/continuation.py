@@ -57,8 +57,11 @@ def loss_difference(a: Readings, b: Readings, *, samples: int = 1000, seed: int 
     """Return the mean of a - b on the same rows, with its bootstrap interval over rows.
 
     Raises:
+        ValueError: their numbers of rows differ.
         UserError: too few rows (`intervals.resamples`).
     """
+    if len(a.loss) != len(b.loss):
+        raise ValueError(f"expected two readings of the same rows, found {len(a.loss)} and {len(b.loss)} rows")
     return paired_interval(Totals.of_each(a.loss), Totals.of_each(b.loss), samples=samples, seed=seed)
 
 

@@ -1,7 +1,7 @@
 """Score a model's answers to held-out examples, by metric, and in resamples of the examples.
 
-The first metric of a model's answers is the main one, and higher scores are better. A score that is undefined for a
-resample (one class only, all values equal) is 0, which is scikit-learn's default.
+The first metric of a model's answers is the main one, and higher scores are better. A score is 0 if a resample does not
+define it, because it has a single class or equal values; scikit-learn has the same default.
 
 Axes: E examples, N answers (one or more per example, like the tokens of a sentence), C classes, I drawn examples, S
 bootstrap resamples; in `rank_correlation` K numbers, of H rows or more axes.
@@ -59,8 +59,8 @@ class Predictions:
         assert isinstance(other, Predictions)
         if self.labels.is_floating_point():
             return None
-        alike = torch.bincount(self.place, (self.classes == other.classes).double(), minlength=len(self))
-        return (alike / torch.bincount(self.place, minlength=len(self))).float()
+        equal = torch.bincount(self.place, (self.classes == other.classes).double(), minlength=len(self))
+        return (equal / torch.bincount(self.place, minlength=len(self))).float()
 
     @cached_property
     def place(self) -> Int[Tensor, " N"]:
@@ -115,8 +115,8 @@ class MaskedTokens:
     def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
         """Return the share of equal answers to the same examples, by example."""
         assert isinstance(other, MaskedTokens)
-        alike = torch.bincount(self.example, (self.tokens == other.tokens).double())
-        return (alike / torch.bincount(self.example)).float()
+        equal = torch.bincount(self.example, (self.tokens == other.tokens).double())
+        return (equal / torch.bincount(self.example)).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,12 +157,13 @@ def bootstrapped(
 ) -> dict[str, dict[str, Float[Tensor, " S"]]]:
     """Return each model's scores in the same `samples` resamples of the examples, so that differences are paired.
 
-    Args:
-        answered: by model, answers to the same examples with the same metrics.
-
     Raises:
+        ValueError: the models' numbers of examples or metrics differ.
         UserError: too few examples (`intervals.resamples`).
     """
+    if len({(len(answers), answers.metrics) for answers in answered.values()}) != 1:
+        found = ", ".join(f"{name}: {len(x)} ({', '.join(x.metrics)})" for name, x in answered.items())
+        raise ValueError(f"expected answers of all models to the same examples, found {found or 'none'}")
     size = len(next(iter(answered.values())))
     draws: dict[str, list[dict[str, float]]] = {name: [] for name in answered}
     for index in resamples(size, samples=samples, seed=seed):

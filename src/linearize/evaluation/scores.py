@@ -99,8 +99,8 @@ def score_task(
     def agreement(name: str) -> Interval | None:
         if name == "teacher" or "teacher" not in answered:
             return None
-        alike = answered[name].agreement(answered["teacher"])
-        return None if alike is None else intervals([Totals.of_each(alike)], samples=samples, seed=seed)[0]
+        shares = answered[name].agreement(answered["teacher"])
+        return None if shares is None else intervals([Totals.of_each(shares)], samples=samples, seed=seed)[0]
 
     def difference(other: str, metric: str) -> ScoreDifference:
         mean, drawn = scores["student"][metric] - scores[other][metric], draws["student"][metric] - draws[other][metric]

@@ -159,7 +159,7 @@ def control(
     return convert_layers(teacher, plan(layers, teacher, run.recipe.data.sequence_length))
 
 
-def measured(
+def measure_candidates(
     teacher: PreTrainedModel | None,
     student: PreTrainedModel,
     dataset: Dataset,
@@ -313,7 +313,7 @@ def evaluate(
         note(line)
     if compiled:
         compile_if_possible(*[x for x in (teacher_model, student) if x is not None], note=note)
-    return measured(teacher_model, student, data, processor, recipe, run, device, command)
+    return measure_candidates(teacher_model, student, data, processor, recipe, run, device, command)
 
 
 def bench(

@@ -28,7 +28,7 @@ from linearize.planning import plan as planning
 from linearize.planning.results import TRAINING_STAGES
 from linearize.recipe import Recipe
 from linearize.run.allocation import measure, stored
-from linearize.run.evaluate import control, measured, write_results
+from linearize.run.evaluate import control, measure_candidates, write_results
 from linearize.run.folder import Run, alone_in, check_output, claim, write_json
 from linearize.run.rows import kept, rows_of
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
@@ -137,7 +137,7 @@ def _carry_out(
     if not world().main and not run.recipe.data.task.language:  # processes do not divide examples of other tasks
         return None
     save(run, student, processor)
-    results = measured(teacher, student, dataset, processor, run.recipe, run, run.device, command)
+    results = measure_candidates(teacher, student, dataset, processor, run.recipe, run, run.device, command)
     if not world().main:
         return None
     write_results(run.folder, results)

@@ -120,7 +120,7 @@ def train(
 
     rank, main = world().rank, world().main
     torch.manual_seed(seed + rank)
-    run = StageRun(objective, Batches(train_rows, config, seed), validation_rows, config, seed)
+    run = StageRun(objective, Batches(train_rows, config, seed), validation_rows, config)
     if checkpoint is not None:
         try:
             run.load(*checkpoint)
@@ -303,9 +303,7 @@ class _UnitRun:
 class StageRun:
     """A running stage: its units and its progress."""
 
-    def __init__(
-        self, objective: Objective, batches: Batches, validation_rows: Rows, config: TrainConfig, seed: int
-    ) -> None:
+    def __init__(self, objective: Objective, batches: Batches, validation_rows: Rows, config: TrainConfig) -> None:
         self._objective, self._validation_rows, self.batches = objective, validation_rows, batches
         self.units = [_UnitRun(unit, config, batches.num_steps) for unit in objective.units]
         self._devices = sorted({str(p.device) for unit in self.units for p in unit.parameters.values() if p.is_cuda})
