@@ -8,6 +8,7 @@ only read them, or write their shards.
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,12 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from linearize.base import UserError
 
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
+_meshes: list[DeviceMesh] = []  # made by `device_mesh` within `init_distributed`
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,19 @@ def init_distributed(device: torch.device) -> Iterator[World]:
         ) from None
     finally:
         dist.destroy_process_group()
+        # A group's threads end with the last reference to it, and a gloo thread that drops a tensor while Python ends
+        # would abort the process. Sharded models refer to the group, and DTensors' caches to the meshes.
+        for mesh in _meshes:
+            mesh._pg_registry.clear()
+        _meshes.clear()
+        gc.collect()
+
+
+def device_mesh(device: torch.device) -> DeviceMesh:
+    """Return a mesh of all processes; it is usable until `init_distributed` ends."""
+    mesh = init_device_mesh(device.type, (world().size,))
+    _meshes.append(mesh)
+    return mesh
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def main() -> None:
         elif not isinstance(error, UserError):
             raise
         if not main_process:
-            time.sleep(5)  # if all processes fail, the main one reports the error, and torchrun ends the others
+            time.sleep(15)  # if all processes fail, the main one reports the error, and torchrun ends the others
         # One line, even if it quotes untrusted text.
         line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error))
         typer.echo(f"error: {line}", file=errors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", **address}.items():
         monkeypatch.setenv(name, value)
     with init_distributed(torch.device("cpu")):
+        group = weakref.ref(torch.distributed.group.WORLD)
         yield
+    assert group() is None, "threads of the process group go on after `init_distributed`"
 
 
 def _changed(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from linearize.base import UserError
-from linearize.distributed import is_sharded, world
+from linearize.distributed import device_mesh, is_sharded, world
 from linearize.hf.architectures import architecture_of
 from linearize.hf.attention import linearized_layers
 from linearize.hf.layouts import keep_documents_apart
@@ -48,7 +47,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if stored != computed:
         policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored, cast_forward_inputs=False)
-    mesh = init_device_mesh(device.type, (world().size,))
+    mesh = device_mesh(device)
     # The last unit has all weights outside layers, tied embeddings once. It too is resharded after its forward:
     # gathered weights would be stale after their rows are set.
     unit: Any
