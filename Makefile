@@ -41,7 +41,7 @@ demo: setup ## linearize the bundled teacher, start to finish on a CPU
 demo-real: setup ## convert a real chat model without training; MODEL=, DATA=: hub ids, folders or files
 	$(BIN)/linearize convert --model '$(MODEL)' --dataset '$(DATA)' --output-dir $(OUTPUT_DIR)-real \
 	    --set data.max_tokens=250000 --set data.validation_fraction=0.25
-	$(BIN)/python examples/chat_beside_teacher.py $(OUTPUT_DIR)-real
+	$(BIN)/python examples/compare_chat.py $(OUTPUT_DIR)-real
 
 # Checking the annotated shapes of every call takes almost as long as the calls. Each commit checks them in the tests that run every
 # recipe and mixer, each night in all tests. With `PYTEST_ARGS='-k plan'` one of the two may have no tests, pytest's status 5, but not both.
@@ -134,7 +134,7 @@ test-serve: setup ## `linearize serve` by OpenAI's client, over transformers' se
 	$(BIN)/python -m pytest -m serve tests/serving
 
 # An environment of its own: kvpress pins transformers below what we need.
-bench-kvpress: setup ## beside the presses of kvpress: KVPRESS_ARGS="--model M --text T.txt --json OUT.json [--student NAME=FOLDER]"
+bench-kvpress: setup ## compared with the presses of kvpress: KVPRESS_ARGS="--model M --text T.txt --json OUT.json [--student NAME=FOLDER]"
 	test -f .venv-kvpress/.installed || { \
 	    $(PYTHON) -m venv --clear .venv-kvpress && \
 	    grep '^torch==' constraints.txt > .venv-kvpress/constraints.txt && \

@@ -2,9 +2,9 @@
 
     python benchmarks/batches.py --model llama-1b --dtype bfloat16 --device cuda --lengths 32768
 
-`--model` is as in models.py, and so is what a step stands behind. The largest batch is that of which a step fits the
-GPU beside the weights of all models here, which students share with the teacher: found by doubling it, and then to
-within a sixteenth by halves. Tokens a second are those of all sequences, by the median of the rounds.
+`--model` and the contexts before a step are those of models.py. The largest batch is the largest whose step fits on the
+GPU together with the weights of all models here, which students share with the teacher. It is found by doubling, and
+then by bisection to within a sixteenth. Tokens per second are those of all sequences, from the median of the rounds.
 """
 
 from __future__ import annotations

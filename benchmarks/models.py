@@ -45,7 +45,7 @@ TEACHER = "teacher"
 
 @dataclass(frozen=True)
 class Row:
-    """One student beside the teacher; times in seconds, of all sequences of the batch together."""
+    """One student and the teacher; times in seconds, of all sequences of the batch together."""
 
     what: str
     recipe: str
@@ -110,7 +110,7 @@ def make_calls(
 
 
 def rows_of(what: str, batch: int, length: int, seconds: Mapping[str, list[float]]) -> list[Row]:
-    """Every student beside the teacher, by the seconds of each round."""
+    """Every student and the teacher, by the seconds of each round."""
     rows, theirs = [], seconds[TEACHER]
     for name, ours in seconds.items():
         if name != TEACHER:

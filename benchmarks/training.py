@@ -1,15 +1,15 @@
-"""Training a whole model: an optimizer step of each stage of a recipe beside what the teacher takes on the same rows.
+"""Training a whole model: time and memory of an optimizer step of each stage of a recipe, and of the teacher.
 
     python benchmarks/training.py --model src/linearize/demo/teacher --length 512
     python benchmarks/training.py --model llama-1b --dtype bfloat16 --device cuda --batch 8
 
-Attention transfer stands beside the teacher's forward pass without its head, which transfer does not compute either;
-fine-tuning, be it LoRA or of all weights, beside the same fine-tuning of the teacher. Steps are those of
-`linearize run`, optimizer included, on rows of random tokens; evaluations and checkpoints, which come every so many
-steps, are not counted. `--model` is as in models.py.
+Attention transfer is compared with the teacher's forward pass without its head, which transfer does not compute.
+Fine-tuning (LoRA or all weights) is compared with the same fine-tuning of the teacher. Steps are those of `linearize
+run`, optimizer included, on the same rows of random tokens. Evaluations and checkpoints are not counted. `--model` is
+that of models.py.
 
-Both take turns: "times the teacher's" is the median over rounds with the least and the greatest. MiB is the most memory
-held at once beyond what stood before the step: models, adapters and optimizer states are not in it.
+Student and teacher take turns: "times the teacher's" is the median over rounds, with minimum and maximum. MiB is the
+peak memory of a step minus the memory held before it, so models, adapters and optimizer states are not counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Stage = TypeVar("Stage", bound=TrainConfig)
 
 @dataclass(frozen=True)
 class Row:
-    """A stage beside the teacher; times in seconds, of all rows of a step together."""
+    """A stage and the teacher; times in seconds, of all rows of a step together."""
 
     recipe: str
     stage: str

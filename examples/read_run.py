@@ -1,4 +1,4 @@
-"""Read what a run measured: losses beside every control, what was kept, and what a sequence takes in memory.
+"""Read what a run measured: losses of student and controls, what was retained, and the bytes of one sequence.
 
     python examples/read_run.py experiments/recommended/pycode-5m
 

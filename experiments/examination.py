@@ -125,7 +125,7 @@ class Examination:
     def student(
         self, teacher: PreTrainedModel, student: PreTrainedModel, losses: TokenLosses, of_teacher: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return what is measured of a student, alone and beside its teacher.
+        """Return what is measured of a student, alone and compared with its teacher.
 
         Args:
             losses: the student's, on the rows.

@@ -1,4 +1,4 @@
-"""Takes the picture of the chat page in docs/serving.md: a run's student beside its teacher, after some tokens.
+"""Takes the picture of the chat page in docs/serving.md: a run's student and its teacher, after some tokens.
 
 linearize demo --output-dir demo-output
 linearize serve demo-output --ui --teacher src/linearize/demo/teacher

@@ -202,7 +202,7 @@ RUNS: dict[str, Case] = {
     ),
     "shards without their index": (
         lambda tmp: ["--model", without_index(sharded(tmp / "two").parent)],
-        "model .*two: expected model.safetensors, or model.safetensors.index.json beside model-00001-of-00002.safe",
+        "model .*two: expected model.safetensors, or model.safetensors.index.json with model-00001-of-00002.safe",
     ),
     "a pointer to weights": (
         lambda tmp: ["--model", text(without(tmp / "far", "*.safetensors"), "model.safetensors", POINTER).parent],
@@ -274,11 +274,12 @@ RUNS: dict[str, Case] = {
     ),
     "a tokenizer's length that is none": (
         lambda tmp: ["--model", tokenizer_with(tmp / "long", model_max_length={})],
-        "model .*long: expected a tokenizer beside the weights; ",
+        "model .*long: expected a tokenizer in the folder of the weights; ",
     ),
     "no tokenizer": (
         lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],
-        "model .*mute: expected a tokenizer beside the weights, found none; copy its files, such as tokenizer.json, f",
+        "model .*mute: expected a tokenizer in the folder of the weights, found none; copy its files, such as "
+        "tokenizer.json, f",
     ),
     "linearized": (
         lambda _: ["--model", tiny.finished_run().folder / "model"],
@@ -288,7 +289,7 @@ RUNS: dict[str, Case] = {
     "empty dataset": (lambda tmp: ["--dataset", text(tmp, "empty.txt", "")], "data.dataset: .*found no text in "),
     "short dataset": (
         lambda tmp: ["--dataset", text(tmp, "short.txt", "a few words")],
-        "data: expected at least 16 held-out rows of the only document to test on, beside those that choose ",
+        "data: expected at least 16 held-out rows of the only document to test on, besides those that choose ",
     ),
     "a damaged gz file": (
         lambda tmp: ["--dataset", text(tmp, "text.jsonl.gz", "a")],
@@ -463,7 +464,8 @@ COMMANDS: dict[str, Case] = {
             ),
             *("--prompt", "a"),
         ],
-        "model .*evil: expected a tokenizer beside the weights; .*contains custom code which must be executed",
+        "model .*evil: expected a tokenizer in the folder of the weights; "
+        ".*contains custom code which must be executed",
     ),
     "demo in another's folder": (
         lambda tmp: ["demo", "--output-dir", folder_with(tmp / "other", notes__txt="mine")],

@@ -70,7 +70,7 @@ def labels_of(classes: Sequence[str] | None) -> dict[str, Any]:
 
 
 def processor_of(a: argparse.Namespace, recipe: Recipe, config: dict[str, Any]) -> Any:
-    """The tokenizer or image processor that will lie beside the teacher, with a padding token where it is needed."""
+    """The tokenizer or image processor that is saved with the teacher, with a padding token where it is needed."""
     if a.processor:
         if not isinstance(recipe.data.task, ImageClassification) or "image_size" not in config:
             raise UserError("--processor: expected an image task and a config with an image_size; leave it out")

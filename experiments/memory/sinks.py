@@ -1,4 +1,4 @@
-"""Compare attention sinks beside one window at equal bytes, nothing trained.
+"""Compare attention sinks with one window at equal bytes, nothing trained.
 
     python experiments/memory/sinks.py HuggingFaceTB/SmolLM2-135M-Instruct --text wikipedia.txt --output OUTPUT.json
 
@@ -327,7 +327,7 @@ def page(found: dict[str, Any]) -> str:
     setting, losses = found["setting"], found["losses"]
     teacher = sum(losses["teacher"]) / len(losses["teacher"])
     lines = [
-        f"# Sinks beside one window, at equal bytes: {setting['model']}",
+        f"# Sinks with one window, at equal bytes: {setting['model']}",
         "",
         f"Nothing trained. Every head has the same window; the share is that of the teacher's cache at "
         f"{setting['length']:,} tokens. Measured: cross-entropy minus the teacher's ({teacher:.3f} nats) of tokens at "

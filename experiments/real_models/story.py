@@ -1,4 +1,4 @@
-"""Linearize a small model of stories, and let it tell its story beside its teacher.
+"""Linearize a small model of stories, and print its story and its teacher's.
 
     python experiments/real_models/story.py --model stories260K --dataset tinystories/train.txt \\
         --validation-dataset tinystories/valid.txt --output-dir RUN

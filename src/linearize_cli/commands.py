@@ -172,7 +172,7 @@ def run(
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
-    """Linearize a model: convert, train, measure beside its teacher, and write an ordinary Hugging Face folder.
+    """Linearize a model: convert, train, compare it with its teacher, and write an ordinary Hugging Face folder.
 
     A language model gets the short evaluation: the loss of a continuation, needles, speed and memory.
     --set evaluation.long=true trains and measures every control, copying, recall and heads instead, for much longer.
@@ -225,7 +225,7 @@ def convert(
     the teacher's cache at 1,024 tokens, or what memory.fraction says.
 
     Then the short evaluation prints the loss of a continuation, needles, speed and
-    memory beside the teacher's, and writes OUT/evaluation.json and OUT/evaluation.md.
+    memory of both models, and writes OUT/evaluation.json and OUT/evaluation.md.
     It measures both ways to read a prompt. prefill=streaming, which the model uses by
     default, takes linear time and constant memory. prefill=full reads the first call
     with the teacher's own attention, in the teacher's time. --no-evaluation leaves
@@ -270,7 +270,7 @@ def evaluate(
     compiled: Compile = False,
     as_json: Json = False,
 ) -> None:
-    """Measure a linearized model beside its teacher: the loss of a continuation, needles, speed and memory.
+    """Compare a linearized model with its teacher: the loss of a continuation, needles, speed and memory.
 
     --set evaluation.long=true measures untrained controls, copying, agreement, generations, recall and heads instead.
     Controls that train are there only where the run itself was made with evaluation.long=true.
@@ -333,7 +333,7 @@ def frontier(
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
-    """Draw quality against bytes: a KV budget allocated per head and per layer, beside one window of as many bytes.
+    """Draw quality against bytes: a KV budget allocated per head, per layer, and one window of as many bytes.
 
     Each is measured before fine-tuning. Then the window and both allocations are fine-tuned on the same tokens.
     --set finetune=null skips this.
@@ -484,7 +484,7 @@ def serve(
     ] = None,
     page: Annotated[
         bool,
-        typer.Option("--ui", help="open a chat in the browser: the student beside its teacher, with their bytes"),
+        typer.Option("--ui", help="open a chat in the browser: the student and its teacher, with their bytes"),
     ] = False,
     teacher: Annotated[
         str | None,

@@ -443,7 +443,7 @@ def test_the_parts_never_overlap(tmp_path_factory, repeats, fraction, seed):
 def test_the_fraction_is_met_and_a_quarter_of_it_chooses_checkpoints(tmp_path, tokenizer, fraction, parts):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": f"{index:020}"} for index in range(200)])
     if parts[2] < 16:
-        with fails("expected at least 16 held-out documents .*to test on, beside those that choose .*, found 15; use"):
+        with fails("expected at least 16 held-out documents .*to test on, besides those that choose .*, found 15; use"):
             build_dataset(config(path, validation_fraction=fraction), tokenizer, seed=0)
         return
     dataset = build_dataset(config(path, validation_fraction=fraction), tokenizer, seed=0)

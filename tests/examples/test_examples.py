@@ -104,14 +104,14 @@ def test_finetune(example: Example, tmp_path: Path, name: str, options: list[str
     assert len(changed) == 2 * 7  # of both layers, all projections
 
 
-def test_chat_beside_teacher(example: Example, tmp_path: Path) -> None:
+def test_compare_chat(example: Example, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny.finished_run().folder, tmp_path / "run")
     for wrong in (tmp_path, folder):  # no run, and a model without a chat template
         with pytest.raises(SystemExit) as refused:
-            example("chat_beside_teacher", wrong)
+            example("compare_chat", wrong)
         assert refused.value.code == 2
     byte_tokenizer(template=CHATML).save_pretrained(folder / "model")
-    said = example("chat_beside_teacher", folder, "--question", "abc")
+    said = example("compare_chat", folder, "--question", "abc")
     assert all(words in said for words in ("teacher", "streaming", "full", "KiB"))
 
 

@@ -177,7 +177,7 @@ def test_whatever_a_field_holds_there_is_a_plan_or_a_line(name: str) -> None:
         ),
         (
             TINY["gemma3_text"] | dict(use_bidirectional_attention=True),
-            "use_bidirectional_attention: expected false, found True: its tokens see those behind them",
+            "use_bidirectional_attention: expected false, found True: its tokens attend to later tokens",
         ),
         (TINY["gpt2"] | dict(add_cross_attention=True), "add_cross_attention: expected false, found True"),
         (TINY["albert"] | dict(inner_group_num=2), "inner_group_num: expected 1, found 2"),
@@ -191,7 +191,7 @@ def test_refused(contents: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TINY if name not in ENCODERS])
 def test_a_decoder_without_causal_masks(name: str) -> None:
-    """transformers lets every token of it see those behind it."""
+    """transformers lets every token of it attend to later tokens."""
     with pytest.raises(UserError, match=f"is_causal: expected true, found false; {name} converts as a decoder"):
         TeacherShape.from_config(TINY[name] | dict(is_causal=False))
     assert shape(name, is_causal=True) == shape(name)

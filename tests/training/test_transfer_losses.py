@@ -332,7 +332,7 @@ def test_a_student_in_bfloat16() -> None:
         (
             {"span": TERRACED, "cache": {"size": 3}},
             CE,
-            "expected output_mse alone beside a KV cache with eviction, found more for model",
+            "expected only output_mse with a KV cache with eviction, found more for model",
         ),
     ],
 )

@@ -13,7 +13,7 @@ class EvaluationConfig(Config):
     long: bool = Field(
         default=False,
         description="of a language model: train the controls, and measure copying, recall, agreement and heads; if "
-        "false: the loss of a continuation, needles, speed and memory, beside the teacher",
+        "false: the loss of a continuation, needles, speed and memory, compared with the teacher",
     )
     trained_controls: bool = Field(
         default=True,

@@ -114,7 +114,7 @@ class ExpMap(FlatMap):
 
 
 class LearnedMap(FeatureMapConfig):
-    """A map behind a learned projection W: D -> E, per head or one over all heads together.
+    """A map after a learned projection W: D -> E, per head or one over all heads together.
 
     Matrices are [H, D, E] for queries, and for keys [H, D, E] (per query head) or [G, D, E] (per KV head); or, per
     model, [1, H D, H E] and [1, G D, G E]. Tied maps have only the keys' matrices: per KV head, the query heads of a

@@ -76,7 +76,7 @@ class MixerConfig(Config):
         default=SumNormalizer(), discriminator="type", description="how the linear part's sums are normalised"
     )
     cache: EvictionCache | None = Field(
-        default=None, description="KV cache with eviction beside the window; null: none. Needs a terraced span"
+        default=None, description="KV cache with eviction, in addition to the window; null: none. Needs a terraced span"
     )
     combine: Combine = Field(
         default=SharedDenominator(), discriminator="type", description="how window and linear part become one output"
@@ -169,7 +169,7 @@ class MixerConfig(Config):
         ):
             if not allowed:
                 return (
-                    f"{field}: expected {expected}, because an encoder's linear attention sums over all tokens alike, "
+                    f"{field}: expected {expected}, because an encoder's linear attention sums over all tokens, "
                     f"before and after; found `{getattr(value, 'type', value)}`"
                 )
         return None

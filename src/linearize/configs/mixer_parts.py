@@ -250,7 +250,7 @@ Combine = SharedDenominator | AbsoluteScale | Mix | Add | WindowOnly
 
 
 class EvictionCache(Config):
-    """C key-value pairs per KV head beside the window: of all that left it, those with the highest eviction scores.
+    """C key-value pairs per KV head that have left the window: those with the highest eviction scores.
 
     A cache can have two parts with separate scores. The first keeps `recall_size` pairs of all, the second chooses from
     the pairs that the first does not keep. Evicted pairs are written to the linear state; without a linear part they

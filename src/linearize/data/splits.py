@@ -91,8 +91,8 @@ def require_enough(found: int, what: str, advice: str = MORE_HELD_OUT) -> None:
     """Raise UserError if there are fewer than `ENOUGH` test items."""
     if found < ENOUGH:
         raise UserError(
-            f"data: expected at least {ENOUGH} held-out {what} to test on, beside those that choose checkpoints, found "
-            f"{found}; {advice}"
+            f"data: expected at least {ENOUGH} held-out {what} to test on, besides those that choose checkpoints, "
+            f"found {found}; {advice}"
         )
 
 

@@ -221,8 +221,8 @@ def _ranks(x: Float[Tensor, "*H K"], seen: Bool[Tensor, "*C K"]) -> Float[Tensor
     """Return ranks from 0 among the numbers where `seen`; equal ones share their mean rank."""
     x = x.masked_fill(~seen, torch.inf).contiguous()
     ordered = x.sort(-1).values
-    first, behind = (torch.searchsorted(ordered, x, right=right) for right in (False, True))
-    return (first + behind - 1).double() / 2
+    first, end = (torch.searchsorted(ordered, x, right=right) for right in (False, True))
+    return (first + end - 1).double() / 2
 
 
 METRICS: dict[str, Score] = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "spearman": spearman}

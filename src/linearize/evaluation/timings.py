@@ -80,10 +80,10 @@ def even(ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
     """
     lengths = sorted(ours)
     gaps = [ours[length] - theirs[length] for length in lengths]
-    behind = [i for i, gap in enumerate(gaps) if gap >= 0]
-    if not behind:
+    slower = [i for i, gap in enumerate(gaps) if gap >= 0]
+    if not slower:
         return lengths[0]
-    last = behind[-1]
+    last = slower[-1]
     if last == len(lengths) - 1:
         return None
     share = gaps[last] / (gaps[last] - gaps[last + 1])

@@ -165,7 +165,7 @@ def _unfit(student: PreTrainedModel, source: str, layers: Layers, name: str) -> 
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act}"
     if name == "granite_swa" and head_dim_of(config) * config.num_attention_heads != config.hidden_size:
-        return f"heads of {head_dim_of(config)} beside a width of {config.hidden_size}"
+        return f"heads of {head_dim_of(config)} with a hidden size of {config.hidden_size}"
     return None
 
 
@@ -195,7 +195,7 @@ def stock_model(student: PreTrainedModel, name: str | None = None) -> PreTrained
     others, missing = sorted(info["unexpected_keys"]), sorted(info["missing_keys"])
     if others or missing:
         raise UserError(
-            f"weights: expected those of {chosen}, found {', '.join(others[:3]) or 'no others'} beside them and "
+            f"weights: expected those of {chosen}, found {', '.join(others[:3]) or 'no others'} in addition and "
             f"{', '.join(missing[:3]) or 'none'} missing; this model has parts that {chosen} does not"
         )
     model.generation_config = student.generation_config

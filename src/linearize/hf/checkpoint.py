@@ -215,7 +215,7 @@ def _refuse_without_safetensors(folder: Path) -> NoReturn:
     if others:
         found = others[0].name + (f" and {len(others) - 1} more" if others[1:] else "")
         raise UserError(
-            f"model {folder}: expected {SAFE_WEIGHTS_NAME}, or {SAFE_WEIGHTS_INDEX_NAME} beside {found}, "
+            f"model {folder}: expected {SAFE_WEIGHTS_NAME}, or {SAFE_WEIGHTS_INDEX_NAME} with {found}, "
             "found neither; copy the missing file into the folder"
         )
     if ggufs:
@@ -290,7 +290,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     if (gguf := gguf_file(model)) is not None:
         with readable(model, "a tokenizer that transformers can read from a GGUF file", Exception):
             return load_gguf_tokenizer(gguf)
-    with readable(model, "a tokenizer beside the weights", Exception):
+    with readable(model, "a tokenizer in the folder of the weights", Exception):
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
             tokenizer("a")  # errors in its config appear only at first use
@@ -318,7 +318,7 @@ def _check_tokenizer_files(folder: Path) -> None:
             raise UserError(f"{path}: expected a tokenizer of the library tokenizers, found none in it; copy it again")
     if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
         raise UserError(
-            f"model {folder}: expected a tokenizer beside the weights, found none; copy its files, such as "
+            f"model {folder}: expected a tokenizer in the folder of the weights, found none; copy its files, such as "
             "tokenizer.json, from the model that this one was made from"
         )
 
@@ -338,7 +338,7 @@ def load_image_processor(model: str) -> Any:
     Raises:
         UserError: there is no such file.
     """
-    with readable(model, "a preprocessor_config.json beside the weights", Exception):
+    with readable(model, "a preprocessor_config.json in the folder of the weights", Exception):
         # The PIL backend needs no torchvision, so results are equal on all machines.
         return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False, **hub_options(model))
 

@@ -257,7 +257,7 @@ class LinearMixer(Mixer):
             if mapped is not None:
                 context = layout.key_position[:, : layout.key_position.shape[1] - new_layout.length]
                 mapped = torch.cat([self.map_keys(before, context), mapped], dim=2)
-            slots = behind(before, slots)
+            slots = concatenated(before, slots)
         cached, written = cached_keys(self.config, self.scorer, slots, layout, state), slots
         if mapped is None:
             return Prepared(slots, slots, None, None, cached)
@@ -344,7 +344,7 @@ class LinearMixer(Mixer):
         layout = new_layout if state is None else new_layout.with_context(state.seen, self.span)
         if self.feature_map is None:
             tokens = self.new_tokens(inputs)
-            tokens = tokens if state is None else behind(state.in_order(self.span), tokens)
+            tokens = tokens if state is None else concatenated(state.in_order(self.span), tokens)
             return self._exact_state(tokens, layout, state, len(inputs.q))
         prepared = self.tokens(inputs, new_layout, layout, state)
         return self._state(prepared, layout, state_after(self._keys(prepared, layout, state)), len(inputs.q))
@@ -560,7 +560,7 @@ def _skipped_steps(slots: Tokens, context: StepContext) -> dict[str, Any]:
     return skipped
 
 
-def behind(before: Tokens, tokens: Tokens) -> Tokens:
+def concatenated(before: Tokens, tokens: Tokens) -> Tokens:
     """Return the tokens `before` followed by `tokens`."""
     return {name: torch.cat([in_dtype(before[name], x.dtype), x], dim=2) for name, x in tokens.items()}
 

@@ -79,8 +79,8 @@ class TritonBackend(Backend):
         S, z = summed_states(linear_states(phi_k, v, phi_q.shape[2], read), carried)
         linear = _unscaled(*linear_sums(phi_q, phi_k, v, (S, z), read))
         count = read.ends.shape[1]
-        behind = [y[:, :, i].clone() for i in range(-count, 0) for y in (S, z)]  # clones free the other states
-        return linear, LinearState(*behind)
+        last = [y[:, :, i].clone() for i in range(-count, 0) for y in (S, z)]  # clones free the other states
+        return linear, LinearState(*last)
 
     def output(
         self,

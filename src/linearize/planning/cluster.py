@@ -119,9 +119,9 @@ def shares(
     return found
 
 
-def _trained(parameters: int, beside: float) -> int:
-    """Return the bytes of trained parameters in fp32, plus `beside` further bytes per parameter."""
-    return parameters * FP32 + int(parameters * beside)
+def _trained(parameters: int, further: float) -> int:
+    """Return the bytes of trained parameters in fp32, plus `further` bytes per parameter."""
+    return parameters * FP32 + int(parameters * further)
 
 
 def _step(cost: StageCost, held: int) -> int:

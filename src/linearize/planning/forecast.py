@@ -102,13 +102,13 @@ def _step_bytes(
     model, bidirectional = teacher.model, ARCHITECTURES[teacher.model.model.config.model_type].bidirectional
     size = config.layers_per_block if isinstance(config, TransferConfig) else None
     types = getattr(model.model.config, "layer_types", None) or [None] * len(layers)
-    alike = list(zip(layers, model.layers, model.used, model.rotary_dims, types, strict=True))[:size]
-    counts = Counter(alike)
+    kinds = list(zip(layers, model.layers, model.used, model.rotary_dims, types, strict=True))[:size]
+    counts = Counter(kinds)
 
     def run(most: Mapping[Any, int]) -> StepBytes:
         """Return the bytes with at most this number of layers of each kind."""
         seen, kept = Counter[Any](), list[int]()
-        for index, kind in enumerate(alike):
+        for index, kind in enumerate(kinds):
             seen[kind] += 1
             if seen[kind] <= most[kind]:
                 kept.append(index)

@@ -272,7 +272,7 @@ def evaluate(
             )
     model = student_folder(model)
     config = require_linearized(model)
-    run = made_by = Run.behind(model, dtype, device)
+    run = made_by = Run.of_model(model, dtype, device)
     recipe = Recipe(name="evaluation") if run is None else run.recipe
     if dataset is not None:
         belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "select_rows_by_esl")}
@@ -340,7 +340,7 @@ def bench(
     """
     model = student_folder(model)
     require_head(model, require_linearized(model), CAUSAL, GENERATES)
-    if teacher is None and (run := Run.behind(model, dtype, device)) is not None:
+    if teacher is None and (run := Run.of_model(model, dtype, device)) is not None:
         teacher = run.model
     if teacher is None:
         raise UserError(f"--teacher: expected the softmax model that {model} is to be compared with, found nothing")

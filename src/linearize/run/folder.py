@@ -51,7 +51,7 @@ class Run:
         return cls(recipe, run_record(folder).model, folder, dtype, device)
 
     @classmethod
-    def behind(cls, model: str, dtype: torch.dtype, device: torch.device) -> Run | None:
+    def of_model(cls, model: str, dtype: torch.dtype, device: torch.device) -> Run | None:
         """Return the run that made a model, from the folder around the model or its own; None: no run made it.
 
         A model that was moved has the recipe and the name of the teacher, but not the controls and stages.

@@ -176,7 +176,7 @@ def start_transformers(
             await super().shutdown(sockets)
 
     folder = servable(model)
-    beside = _teacher(folder, teacher, dtype, device, note) if page or teacher is not None else None
+    compared = _teacher(folder, teacher, dtype, device, note) if page or teacher is not None else None
     host, listener = endpoint.host, bound(endpoint.host, endpoint.port)
     address = endpoint.url(listener.getsockname()[1])
 
@@ -187,10 +187,10 @@ def start_transformers(
 
     name, teacher_name = endpoint.name or public_name(folder), None
     served = {name: loaded(folder)}
-    if beside is not None:
-        teacher_name = public_name(beside)
+    if compared is not None:
+        teacher_name = public_name(compared)
         teacher_name = f"{teacher_name} (teacher)" if teacher_name == name else teacher_name
-        served[teacher_name] = loaded(beside)
+        served[teacher_name] = loaded(compared)
     chats = served[name].chats
     shown = make_page((name, served[name].model), teacher_name, chats=chats) if page else None
     is_local = host in ("localhost", "::1") or host.startswith("127.")
@@ -251,7 +251,7 @@ def bound(host: str, port: int) -> socket.socket:
 def _teacher(folder: str, teacher: str | None, dtype: torch.dtype, device: torch.device, note: Note) -> str | None:
     """Return the teacher to serve with a student: the named one, else that of its run, or None if it is not found."""
     shape = TeacherShape.from_config(read_config(folder))
-    run = Run.behind(folder, dtype, device) if teacher is None else None
+    run = Run.of_model(folder, dtype, device) if teacher is None else None
     named = teacher if run is None else run.model
     try:
         if named is None:

@@ -44,7 +44,7 @@ def check_losses(config: TransferConfig, name: str, mixer: Any) -> None:
         )
     if mixer.config.cache is not None:
         raise UserError(
-            f"transfer: expected output_mse alone beside a KV cache with eviction, found more for {name}; evictions "
+            f"transfer: expected only output_mse with a KV cache with eviction, found more for {name}; evictions "
             "decide which keys the linear part reads; set weight_cross_entropy to 0"
         )
     reason = no_distribution(mixer)

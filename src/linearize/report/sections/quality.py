@@ -180,7 +180,7 @@ def _agreement(runs: Sequence[RunFiles]) -> Figure:
     ]
     numbers = Table.of("Agreement with the teacher", ["", *(run.name for run in runs)], lines)
     return Figure(
-        "Student beside teacher, token by token",
+        "Student and teacher, token by token",
         dots("agreement", f"Agreement. {numbers.spoken()}", ["all tokens", "beyond the window"], panels),
         "With 95 % intervals. KL(teacher || student): what the student would lose on text that the teacher wrote.",
         numbers,

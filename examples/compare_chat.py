@@ -1,7 +1,7 @@
 """Let a converted chat model and its teacher answer the same questions, side by side; `make demo-real` runs this.
 
     linearize convert --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset text.txt --output-dir out
-    python examples/chat_beside_teacher.py out
+    python examples/compare_chat.py out
 
 The second question is about a sentence within 700 tokens of held-out text. Answers are greedy. The student reads a
 prompt in both ways (docs/memory.md). SmolLM2: arXiv 2502.02737; any model with a chat template works.
