@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from linearize.base import UserError
 
+T = TypeVar("T")
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 _meshes: list[DeviceMesh] = []  # made by `device_mesh` within `init_distributed`
 
@@ -137,7 +138,7 @@ def all_reduce_sum(part: Tensor) -> Tensor:
     return part
 
 
-def broadcast_object(value: Any) -> Any:
+def broadcast_object(value: T) -> T:
     """Return the main process's value, which must be plain data, in all processes."""
     if world().size == 1:
         return value

@@ -7,13 +7,15 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from linearize.base import UserError, without_controls
 
 if TYPE_CHECKING:
+    import torch
+
     from linearize.recipe import Recipe
     from linearize.run.folder import Run
 
@@ -56,7 +58,7 @@ Text = Annotated[
 ]
 
 
-def recipe_of(recipe: str, set_: Set, options: dict[str, Any]) -> Recipe:
+def recipe_of(recipe: str, set_: Set, options: dict[str, object]) -> Recipe:
     """Return a recipe with the changes of the command line; options that are None change nothing.
 
     Errors in a recipe are raised here, before slow imports.
@@ -75,9 +77,11 @@ def job_of(recipe: Recipe, model: str, output: Path, dtype: str, device: str) ->
     return Run(recipe, model, output, dtype_of(dtype, where), where)
 
 
-def block_of(given: str | None) -> Any:
-    if given is None or given == "any":
-        return given
+def block_of(given: str | None) -> int | Literal["any"] | None:
+    if given is None:
+        return None
+    if given == "any":
+        return "any"
     if not given.removeprefix("-").isdecimal():
         raise UserError(f"--block: expected the number of a block, or any; found {given!r}")
     return int(given)
@@ -87,7 +91,7 @@ def command_line() -> str:
     return shlex.join(["linearize", *sys.argv[1:]])
 
 
-def device_of(name: str) -> Any:
+def device_of(name: str) -> torch.device:
     import torch
 
     # Denormal numbers in features and gradients are tens of times slower on a CPU. All commands call this function
@@ -105,7 +109,7 @@ def device_of(name: str) -> Any:
     return device
 
 
-def dtype_of(name: str, device: Any) -> Any:
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
     import torch
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -116,7 +120,7 @@ def dtype_of(name: str, device: Any) -> Any:
     return known[name]
 
 
-def show(result: Any, as_json: bool) -> None:
+def show(result: object, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result))
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -24,6 +24,7 @@ from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import LocatedRow, read_rows
 from linearize.data.splits import require_enough_of, shuffled, split, validation_and_test, without
 
+Item = TypeVar("Item")
 _BATCH = 256  # texts per tokenizer call
 
 
@@ -172,8 +173,8 @@ def build_examples(
 
 
 def split_examples(
-    config: DataConfig, read: Callable[[DataConfig], list[Any]], key: Callable[[Any], bytes], seed: int
-) -> tuple[list[Any], list[Any], list[Any]]:
+    config: DataConfig, read: Callable[[DataConfig], list[Item]], key: Callable[[Item], bytes], seed: int
+) -> tuple[list[Item], list[Item], list[Item]]:
     """Return training, validation and test examples; training examples are shuffled by the seed.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -37,7 +37,7 @@ class AttnInputs:
     unrotated: tuple[Float[Tensor, "B H T D"], Float[Tensor, "B G T D"]] | None = None
     rope: tuple[Float[Tensor, "#B T R"], Float[Tensor, "#B T R"]] | None = None
 
-    def outside_autocast(self) -> AbstractContextManager[Any]:
+    def outside_autocast(self) -> AbstractContextManager[object]:
         """Return a context manager that disables autocast; the meta device has no autocast of its own."""
         device = "cpu" if self.q.is_meta else self.q.device.type
         return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -37,10 +37,10 @@ class TokenCounts:
 
     seen: Int[Tensor, " B"]
     shared: bool = True
-    known: dict[Any, Any] = field(default_factory=dict, repr=False)
+    known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _next: Callable[[], TokenCounts | None] = field(default=lambda: None, repr=False)  # weak: keeps no later ones
 
-    def once(self, name: Any, work: Callable[[Int[Tensor, " B"]], Found]) -> Found:
+    def once(self, name: Hashable, work: Callable[[Int[Tensor, " B"]], Found]) -> Found:
         """Return `work(seen)`, computed on the first call with this name (any hashable)."""
         if not self.shared or torch.compiler.is_compiling():
             return work(self.seen)

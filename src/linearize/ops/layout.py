@@ -6,7 +6,7 @@ window and the scan read the same span object, the recipe's own, so that both pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ class SequenceLayout:
     uniform: bool = False
     sink_slots: int = 0
     seen: Int[Tensor, " B"] | None = None
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def full(cls, length: int, device: torch.device | str | None = None) -> SequenceLayout:
@@ -52,7 +52,7 @@ class SequenceLayout:
         device = torch.device("cpu" if device is None else device)
         return _full(length, device) if torch.compiler.is_compiling() else _kept_full(length, device)
 
-    def once(self, name: Any, work: Callable[[], Found]) -> Found:
+    def once(self, name: Hashable, work: Callable[[], Found]) -> Found:
         """Return `work()`, which depends only on the layout and `name` (any hashable); it is computed once."""
         if name not in self._known:
             with torch.inference_mode(False), torch.no_grad():  # later callers may compute gradients with the result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import isfinite, log10
-from typing import Any
 
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.scores import TaskScores
@@ -109,7 +108,7 @@ def capital(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}"
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """Return a field of a recipe, a plan or a version as text."""
     if value is None:
         return DASH

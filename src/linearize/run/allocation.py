@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, atomic_file
 from linearize.configs.mixer import LayerPlan, each_mixer
@@ -78,7 +78,7 @@ def measure(
     layers: LayerPlan,
     teacher: PreTrainedModel,
     dataset: Dataset,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     dtype: torch.dtype,
 ) -> MeasuredPlan:
     """Measure what the recipe's plan depends on: what recall needs of each KV head, and eviction scores; or layers.
@@ -123,7 +123,7 @@ def measure(
 
 
 def measure_sinks(
-    teacher: PreTrainedModel, layers: LayerPlan, rows: PackedRows, tokenizer: Any, *, seed: int
+    teacher: PreTrainedModel, layers: LayerPlan, rows: PackedRows, tokenizer: Tokenizer, *, seed: int
 ) -> LearnedSinks:
     """Measure the first token of texts in every layer of a plan, for the learned sinks of its mixers.
 

@@ -248,7 +248,7 @@ def versions() -> dict[str, str]:
     return {"linearize": version("linearize"), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: object) -> None:
     """Write JSON atomically."""
     write_text(path, json.dumps(data, indent=2) + "\n")
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, read_json, writing
 from linearize.configs.evaluation import EvaluationConfig
@@ -176,7 +177,7 @@ def _measured(
 
 
 def _held_out_data(
-    dataset: Dataset, tokenizer: Any, config: EvaluationConfig, reference: int, length: int
+    dataset: Dataset, tokenizer: Tokenizer, config: EvaluationConfig, reference: int, length: int
 ) -> HeldOutData:
     rows = dataset.test
     assert isinstance(rows, PackedRows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from linearize.report.html import Block, Code, Section, Table
 from linearize.report.load import RunFiles
@@ -35,7 +34,7 @@ def recipe(runs: Sequence[RunFiles]) -> Section:
     return Section("recipe", "Recipe and plan", blocks, summary=". ".join(descriptions))
 
 
-def differences(recipes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def differences(recipes: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Return rows of dotted fields in which recipes differ, with the value of each recipe."""
     flat = [flattened(recipe) for recipe in recipes]
     names = {name: 0 for fields in flat for name in fields}
@@ -43,9 +42,9 @@ def differences(recipes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [line for line in lines if len(set(line[1:])) > 1]
 
 
-def flattened(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return nested mappings as dotted fields."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name, value in data.items():
         if isinstance(value, Mapping):
             flat |= flattened(value, f"{prefix}{name}.")
