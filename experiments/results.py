@@ -38,7 +38,7 @@ SECTIONS = {
 }
 INTRODUCTION = """# Results
 
-Which of the papers' claims hold in our runs. **Our runs are small**: models of 0.1M to 23M parameters, a few million
+Which of the papers' claims hold in our runs. **Our runs are small**: models of 0.1M to 135M parameters, a few million
 tokens at most, on two CPU cores. The papers' models have 0.1B to 405B parameters. A verdict here says whether a claim
 held in our setting, not whether the paper is right. Our values are perplexities on held-out text (smaller is better),
 or scores in per cent on held-out examples (larger is better). The paper's are in its own measure, so compare only the
@@ -114,8 +114,11 @@ def _claim(folder: str, claim: dict[str, Any]) -> str:
     results = {label: [x for x in record["results"] if x["label"] == label] for label in claim["rows"]}
     seeds = set.intersection(*({x["seed"] for x in found} for found in results.values()))
     results = {label: [x for x in found if x["seed"] in seeds] for label, found in results.items()}
-    papers = [found[0]["paper"] for found in results.values()]
-    column = claim.get("column", 0)
+    cited, figures, column = grid, claim.get("figures", claim), claim.get("column", 0)
+    if "figures" in claim:  # transcribed in the grid of another model
+        cited = run.Grid.load(HERE / figures["grid"])
+    transcribed = {cell.label: cell.paper for cell in cited.cells}
+    papers = [transcribed[label] for label in figures["rows"]]
     paper = " → ".join(f"{x[column]}" if x else "-" for x in papers) if any(papers) else ""
     ours = " → ".join(f"{fmean(map(_value, found)):.4g}" for found in results.values())
     tokens = max(_tokens(recipe) for cell, recipe in grid.jobs(record["setting"]) if cell.label in claim["rows"])
@@ -124,7 +127,7 @@ def _claim(folder: str, claim: dict[str, Any]) -> str:
     name = {"src/linearize/demo/teacher": "pycode-5m"}.get(model[1], Path(model[1].removesuffix("/model")).name)
     amount = f", {tokens / 1e6:.2g}M tokens" if tokens else ""
     command = f"[command](../experiments/{folder}/{path.with_suffix('.md').name})"
-    measure = f" ({grid.paper_columns[column]})" if paper else ""
+    measure = f" ({cited.paper_columns[column]})" if paper else ""
     rows = "; ".join(claim["rows"])
     return f"| {claim['claim']}: {rows} | {paper}{measure} | {ours} | {verdict} | {name}{amount}; {command} |"
 
