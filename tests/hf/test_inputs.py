@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 import linearize
+from linearize.base import UserError
 from linearize.hf import attention
 from linearize.hf.attention import linearized_layers, observed, replaced_mixers, softmax_output
 from linearize.hf.classes import ATTENTION_CLASSES
@@ -103,6 +104,17 @@ def test_rope_is_not_applied_twice() -> None:
 
     with pytest.raises(TypeError, match="Renamed: expected an attention whose forward calls apply_rotary_pos_emb"):
         attention._without_rope(Renamed.forward)(Renamed(), hidden=torch.zeros(1))
+
+
+def test_another_name_of_the_cache_is_refused() -> None:
+    """transformers 5.24 calls it `cache`."""
+
+    class Newer(nn.Module):
+        def forward(self, hidden_states: Tensor, cache: object = None) -> Tensor:
+            return hidden_states
+
+    with pytest.raises(UserError, match=r"transformers: expected 5\.17 to 5\.23, found \d.*; install another version"):
+        type("LinearizedNewer", (attention.LinearizedAttention, Newer), {})
 
 
 @every

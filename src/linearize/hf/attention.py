@@ -16,6 +16,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -81,6 +82,11 @@ class LinearizedAttention:
         parent_forward: Any = cls.softmax_class.forward
         cls.unrotated_forward = _without_rope(parent_forward)
         cls.arguments = tuple(inspect.signature(parent_forward).parameters)[1:]
+        if "cache" in cls.arguments:  # its name since 5.24
+            raise UserError(
+                f"transformers: expected 5.17 to 5.23, found {transformers.__version__}; install another version, with "
+                "`pip install 'transformers>=5.17,<5.24'`"
+            )
         cls.cache_argument = "layer_past" if "layer_past" in cls.arguments else "past_key_values"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
